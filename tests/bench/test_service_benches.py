@@ -149,7 +149,7 @@ def outcome(id: str, status: Status = Status.SUCCEEDED, reason: str = "") -> Out
     return Outcome(action=id, status=status, reason=reason)
 
 
-def told(clients: durability.Clients, forgotten: int = 0) -> dict[str, float]:
+def metrics_of(clients: durability.Clients, forgotten: int = 0) -> dict[str, float]:
     run = BenchRun()
     durability.add_metrics(run, clients, forgotten, [0.5, 0.7])
     return run.metrics
@@ -167,30 +167,30 @@ def clients(tmp_path: Path) -> durability.Clients:
 
 
 def test_an_acknowledged_action_without_a_result_is_lost(clients: durability.Clients) -> None:
-    assert told(clients)["lost"] == 0.0
+    assert metrics_of(clients)["lost"] == 0.0
     clients.acknowledged.add("a3")
-    assert told(clients)["lost"] == 1.0
-    assert told(clients, forgotten=2)["lost"] == 3.0
+    assert metrics_of(clients)["lost"] == 1.0
+    assert metrics_of(clients, forgotten=2)["lost"] == 3.0
 
 
 def test_only_what_is_idempotent_may_run_twice(clients: durability.Clients) -> None:
     clients.executed_ids.append("a2")
-    assert (told(clients)["run_twice"], told(clients)["run_again"]) == (0.0, 1.0)
+    assert (metrics_of(clients)["run_twice"], metrics_of(clients)["run_again"]) == (0.0, 1.0)
     clients.executed_ids.append("a1")
-    assert told(clients)["run_twice"] == 1.0
+    assert metrics_of(clients)["run_twice"] == 1.0
 
 
 def test_a_success_that_never_ran_is_a_false_one(clients: durability.Clients) -> None:
     clients.executed_ids.remove("a1")
-    assert told(clients)["false_success"] == 1.0
+    assert metrics_of(clients)["false_success"] == 1.0
     clients.unobservable.add("a1")
-    assert told(clients)["false_success"] == 0.0, "its sandbox is gone with the file that would tell"
+    assert metrics_of(clients)["false_success"] == 0.0, "its sandbox is gone with the file that would tell"
 
 
 def test_what_ran_at_a_kill_is_counted_apart(clients: durability.Clients) -> None:
     clients.outcome_by_id["a3"] = outcome("a3", Status.LOST, durability.RESTARTED_REASON)
     clients.outcome_by_id["a4"] = outcome("a4", Status.LOST, "sandbox box-7 is gone")
-    metrics = told(clients)
+    metrics = metrics_of(clients)
     assert (metrics["lost"], metrics["lost_while_running"], metrics["settled_otherwise"]) == (0.0, 1.0, 1.0)
     assert clients.describe_outcome(clients.outcome_by_id["a4"]) == "lost (sandbox … is gone)"
 

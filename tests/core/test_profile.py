@@ -29,7 +29,7 @@ def an_action(
     return Action(id="a", run=run, task=task, kind=kind, key=key, demand=demand, duration_s=duration_s)
 
 
-def seen(profiles: ProfileStore, seconds: float, action: Action | None = None, times: int = 1) -> None:
+def add_observations(profiles: ProfileStore, seconds: float, action: Action | None = None, times: int = 1) -> None:
     for _ in range(times):
         profiles.observe(action or an_action(), execution_s=seconds, units=None, cpu_s=0.5 * seconds)
 
@@ -46,7 +46,7 @@ def test_before_any_observation_an_action_is_a_second_of_a_core() -> None:
 @pytest.mark.parametrize("seconds", [0.02, 7.0, 900.0])
 def test_the_first_observation_already_changes_the_estimate(seconds: float) -> None:
     profiles = ProfileStore()
-    seen(profiles, seconds)
+    add_observations(profiles, seconds)
     estimate = profiles.estimate(an_action())
     assert estimate.work_s == pytest.approx(seconds)
     assert estimate.observations == 1.0
@@ -62,7 +62,7 @@ def test_an_impossible_measurement_teaches_nothing(field: str, number: float) ->
         for some in (action, an_action(run="other", key="other")):
             estimate = profiles.estimate(some)
             assert all(math.isfinite(value) and value < 1e6 for value in (estimate.work_s, estimate.busy))
-    seen(profiles, 2.0, action)
+    add_observations(profiles, 2.0, action)
     assert profiles.estimate(action).work_s == pytest.approx(2.0)
 
 
@@ -72,25 +72,25 @@ def test_one_outlier_does_not_spoil_the_estimate(outlier: float) -> None:
     profiles, undisturbed = ProfileStore(), ProfileStore()
     for i in range(60):
         seconds = 2.0 * math.exp(rng.gauss(0.0, 0.3))
-        seen(undisturbed, seconds)
-        seen(profiles, outlier if i == 40 else seconds)
+        add_observations(undisturbed, seconds)
+        add_observations(profiles, outlier if i == 40 else seconds)
     before, after = undisturbed.estimate(an_action()), profiles.estimate(an_action())
     assert after.work_s < 1.5 * before.work_s
 
 
 def test_even_the_second_observation_may_be_an_outlier() -> None:
     profiles = ProfileStore()
-    seen(profiles, 1.0)
-    seen(profiles, 1e6)
-    seen(profiles, 1.0, times=40)
+    add_observations(profiles, 1.0)
+    add_observations(profiles, 1e6)
+    add_observations(profiles, 1.0, times=40)
     assert profiles.estimate(an_action()).work_s < 5.0
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 20.0), (20.0, 1.0), (0.1, 100.0)])
 def test_a_lasting_change_is_followed(before: float, after: float) -> None:
     profiles = ProfileStore()
-    seen(profiles, before, times=500)
-    seen(profiles, after, times=200)
+    add_observations(profiles, before, times=500)
+    add_observations(profiles, after, times=200)
     assert profiles.estimate(an_action()).work_s == pytest.approx(after, rel=0.35)
 
 
@@ -98,15 +98,15 @@ def test_a_class_that_scatters_has_a_wide_estimate() -> None:
     rng, steady, scattered = random.Random(2), ProfileStore(), ProfileStore()
     for _ in range(200):
         noise = rng.gauss(0.0, 1.0)
-        seen(steady, math.exp(0.1 * noise))
-        seen(scattered, math.exp(1.5 * noise))
+        add_observations(steady, math.exp(0.1 * noise))
+        add_observations(scattered, math.exp(1.5 * noise))
     assert scattered.estimate(an_action()).sigma > 1.1
     assert steady.estimate(an_action()).sigma < 0.7
 
 
 def test_a_duration_of_zero_is_harmless() -> None:
     profiles = ProfileStore()
-    seen(profiles, 0.0, times=3)
+    add_observations(profiles, 0.0, times=3)
     estimate = profiles.estimate(an_action())
     assert 0.0 < estimate.work_s < 0.01
     assert math.isfinite(estimate.busy)
@@ -118,7 +118,7 @@ def test_a_duration_of_zero_is_harmless() -> None:
 def test_relatives_inform_a_task_without_observations() -> None:
     profiles = ProfileStore()
     for task in ("t1", "t2", "t3"):
-        seen(profiles, 30.0, an_action(task), times=5)
+        add_observations(profiles, 30.0, an_action(task), times=5)
     unseen = profiles.estimate(an_action("t9"))
     assert unseen.work_s == pytest.approx(30.0)
     assert unseen.observations > 0
@@ -126,28 +126,28 @@ def test_relatives_inform_a_task_without_observations() -> None:
 
 def test_another_run_informs_a_run_without_observations() -> None:
     profiles = ProfileStore()
-    seen(profiles, 12.0, an_action(run="old"), times=5)
+    add_observations(profiles, 12.0, an_action(run="old"), times=5)
     assert profiles.estimate(an_action(run="new", key="other")).work_s == pytest.approx(12.0)
 
 
 def test_another_kind_informs_nothing() -> None:
     profiles = ProfileStore()
-    seen(profiles, 12.0, an_action(kind="judge"), times=5)
+    add_observations(profiles, 12.0, an_action(kind="judge"), times=5)
     assert profiles.estimate(an_action(kind="exec")) == PRIOR
 
 
 def test_what_a_task_did_itself_outweighs_its_relatives() -> None:
     profiles = ProfileStore()
-    seen(profiles, 1.0, an_action("t1"), times=50)
-    seen(profiles, 100.0, an_action("t2"), times=10)
+    add_observations(profiles, 1.0, an_action("t1"), times=50)
+    add_observations(profiles, 100.0, an_action("t2"), times=10)
     assert profiles.estimate(an_action("t2")).work_s > 50.0
     assert profiles.estimate(an_action("t1")).work_s < 3.0
 
 
 def test_keys_are_distinguished() -> None:
     profiles = ProfileStore()
-    seen(profiles, 0.1, an_action(key="grep"), times=20)
-    seen(profiles, 60.0, an_action(key="tests"), times=20)
+    add_observations(profiles, 0.1, an_action(key="grep"), times=20)
+    add_observations(profiles, 60.0, an_action(key="tests"), times=20)
     assert profiles.estimate(an_action("new", key="grep")).work_s == pytest.approx(0.1)
     assert profiles.estimate(an_action("new", key="tests")).work_s == pytest.approx(60.0)
 
@@ -157,7 +157,7 @@ def test_keys_are_distinguished() -> None:
 
 def test_a_hint_overrides_all_observations() -> None:
     profiles = ProfileStore()
-    seen(profiles, 30.0, times=50)
+    add_observations(profiles, 30.0, times=50)
     estimate = profiles.estimate(an_action(duration_s=4.0))
     assert (estimate.work_s, estimate.sigma) == (4.0, 0.0)
     assert estimate.busy == pytest.approx(0.5)
@@ -331,15 +331,15 @@ def test_what_is_left_is_the_mean_of_those_that_lasted_so_long(sigma: float, don
 def test_memory_is_bounded_whatever_the_callers_invent() -> None:
     profiles = ProfileStore(classes_max=50)
     for i in range(2000):
-        seen(profiles, 1.0, an_action(f"t{i}", run=f"r{i % 90}", kind=f"k{i % 70}", key=f"key{i}"))
+        add_observations(profiles, 1.0, an_action(f"t{i}", run=f"r{i % 90}", kind=f"k{i % 70}", key=f"key{i}"))
         assert len(profiles) <= 3 * 50
 
 
 def test_a_class_that_is_observed_often_is_not_pushed_out_by_new_ones() -> None:
     profiles = ProfileStore(classes_max=10)
     for i in range(100):
-        seen(profiles, 50.0, an_action("t1", key="always", kind="x"))
-        seen(profiles, 1.0, an_action("t1", key=f"once{i}", kind=f"y{i}"))
+        add_observations(profiles, 50.0, an_action("t1", key="always", kind="x"))
+        add_observations(profiles, 1.0, an_action("t1", key=f"once{i}", kind=f"y{i}"))
     estimate = profiles.estimate(an_action("t1", key="always", kind="x"))
     assert estimate.work_s == pytest.approx(50.0)
     assert estimate.observations == 100.0
@@ -347,20 +347,20 @@ def test_a_class_that_is_observed_often_is_not_pushed_out_by_new_ones() -> None:
 
 def test_what_was_pushed_out_is_learned_again_from_its_next_observation() -> None:
     profiles = ProfileStore(classes_max=2)
-    seen(profiles, 50.0, an_action("t1", key="a", kind="x"), times=5)
+    add_observations(profiles, 50.0, an_action("t1", key="a", kind="x"), times=5)
     for i in range(5):
-        seen(profiles, 1.0, an_action("t1", key=f"b{i}", kind=f"y{i}"))
+        add_observations(profiles, 1.0, an_action("t1", key=f"b{i}", kind=f"y{i}"))
     assert profiles.estimate(an_action("t1", key="a", kind="x")) == PRIOR
-    seen(profiles, 50.0, an_action("t1", key="a", kind="x"))
+    add_observations(profiles, 50.0, an_action("t1", key="a", kind="x"))
     assert profiles.estimate(an_action("t1", key="a", kind="x")).work_s == pytest.approx(50.0)
 
 
 def test_the_estimate_of_a_class_is_used_after_its_relatives_were_pushed_out() -> None:
     profiles = ProfileStore(classes_max=2)
-    seen(profiles, 50.0, an_action("t1", kind="x"))
-    seen(profiles, 1.0, an_action("t1", kind="y"))
-    seen(profiles, 50.0, an_action("t2", kind="x"))
-    seen(profiles, 1.0, an_action("t1", kind="z"))
+    add_observations(profiles, 50.0, an_action("t1", kind="x"))
+    add_observations(profiles, 1.0, an_action("t1", kind="y"))
+    add_observations(profiles, 50.0, an_action("t2", kind="x"))
+    add_observations(profiles, 1.0, an_action("t1", kind="z"))
     assert profiles.estimate(an_action("t2", kind="x")).work_s == pytest.approx(50.0)
 
 
@@ -381,7 +381,7 @@ def test_the_same_observations_give_the_same_estimates() -> None:
 
 def test_asking_changes_nothing() -> None:
     profiles = ProfileStore()
-    seen(profiles, 3.0, times=3)
+    add_observations(profiles, 3.0, times=3)
     first = profiles.estimate(an_action())
     for task in range(100):
         profiles.estimate(an_action(f"t{task}"))

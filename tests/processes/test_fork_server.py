@@ -47,7 +47,7 @@ class Child:
             self.its.close()
         return self.process
 
-    def ask(self, word: str) -> dict[str, Any]:
+    def request(self, word: str) -> dict[str, Any]:
         self.line.send(word.encode())
         return json.loads(self.line.recv(1 << 20))
 
@@ -104,7 +104,7 @@ def test_children_share_imported_modules_and_nothing_else(tmp_path: Path, monkey
         first, second = new_child(), new_child()
         born = [await first.start(fork_server, MINE="1"), await second.start(fork_server, MINE="2")]
         assert all(isinstance(each, ForkedChild) for each in born)
-        one, two = first.ask("who"), second.ask("who")
+        one, two = first.request("who"), second.request("who")
         assert one["by"] == two["by"] == fork_server.pid == one["parent"]
         assert [one["pid"], two["pid"]] == [each.pid for each in born] == [one["session"], two["session"]]
         assert (one["env"].pop("MINE"), two["env"].pop("MINE")) == ("1", "2")
@@ -113,7 +113,7 @@ def test_children_share_imported_modules_and_nothing_else(tmp_path: Path, monkey
         kept = {"0", "1", "2", str(first.number)}
         assert kept < set(one["fds"]) and len(one["fds"]) == len(kept) + 1, "and the folder that is listed"
         assert shown(born[0].pid) == "a child\n"
-        first.ask("speak")
+        first.request("speak")
         for each in (first, second):
             each.line.close()
             assert await each.ended() == 0
@@ -151,7 +151,7 @@ def test_children_die_with_the_fork_server_and_the_next_one_starts() -> None:
         meanwhile, after = new_child(), new_child()
         assert await meanwhile.start(fork_server)
         assert isinstance(await after.start(fork_server), ForkedChild)
-        assert after.ask("who")["by"] == fork_server.pid
+        assert after.request("who")["by"] == fork_server.pid
         meanwhile.line.close()
         assert await meanwhile.ended() == 0
         await fork_server.aclose()
@@ -203,7 +203,7 @@ def test_what_a_supervised_child_leaves_running_ends_with_it_and_with_the_server
         child, other = new_child(), new_child()
         await child.start(fork_server)
         await other.start(fork_server)
-        daemon: Any = child.ask("leave a daemon")
+        daemon: Any = child.request("leave a daemon")
         assert not gone(daemon)
         if end == "server":
             await fork_server.aclose()
@@ -211,7 +211,7 @@ def test_what_a_supervised_child_leaves_running_ends_with_it_and_with_the_server
             return
         child.line.send(b"exit")
         assert await child.ended() == 7 and gone(daemon)
-        assert other.ask("who")["by"] == fork_server.pid, "other children are left alone"
+        assert other.request("who")["by"] == fork_server.pid, "other children are left alone"
         other.line.close()
         await other.ended()
 
@@ -224,7 +224,7 @@ def test_where_forking_is_impossible_children_are_spawned(program: str) -> None:
         for _ in range(2):
             child = new_child()
             assert isinstance(await child.start(fork_server, THREADS), SpawnedChild)
-            who = child.ask("who")
+            who = child.request("who")
             assert who["by"] == who["pid"] and who["parent"] == os.getpid()
             child.line.close()
             assert await child.ended() == 0
@@ -303,7 +303,7 @@ from tests.processes.test_fork_server import *
 async def main():
     fork_server, child = ForkServer(PROGRAM, supervise=True), Child()
     await child.start(fork_server)
-    print(fork_server.pid, child.ask("who")["pid"], child.ask("leave a daemon"), flush=True)
+    print(fork_server.pid, child.request("who")["pid"], child.request("leave a daemon"), flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
 """

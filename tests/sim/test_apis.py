@@ -42,7 +42,7 @@ class Harness:
         self._quota = quota
         self._number = 0
 
-    def ask(self, now: float, count: int = 1, *, tokens: int = 0, really: int | None = None) -> int:
+    def request(self, now: float, count: int = 1, *, tokens: int = 0, really: int | None = None) -> int:
         """How many of the requests are admitted."""
         spent = None if really is None else {f"{self._quota.name}/tokens": really}
         step = SimStep(kind="ask", demand=Demand(self._quota.demand(tokens=tokens)), work_s=1.0, spent=spent)
@@ -55,65 +55,65 @@ class Harness:
 
 def test_requests_in_flight_count_until_they_leave() -> None:
     harness = Harness(Quota("search", concurrent=2))
-    assert harness.ask(0.0, 3) == 2
-    assert harness.ask(1e6) == 0
+    assert harness.request(0.0, 3) == 2
+    assert harness.request(1e6) == 0
     harness.apis.release("a1")
     harness.apis.release("a3")
-    assert harness.ask(1e6, 2) == 1, "the third never got in"
+    assert harness.request(1e6, 2) == 1, "the third never got in"
 
 
 def test_fixed_windows_begin_at_an_offset_of_their_own() -> None:
     harness = Harness(Quota("search", requests=Rate(4, 10.0)), phase_s=3.0)
-    assert harness.ask(2.9, 5) == 4
-    assert harness.ask(3.0, 5) == 4, "a new window"
-    assert harness.ask(12.9) == 0
-    assert harness.ask(13.0, 5) == 4
-    assert harness.ask(1003.0, 5) == 4
+    assert harness.request(2.9, 5) == 4
+    assert harness.request(3.0, 5) == 4, "a new window"
+    assert harness.request(12.9) == 0
+    assert harness.request(13.0, 5) == 4
+    assert harness.request(1003.0, 5) == 4
 
 
 def test_a_sliding_window_looks_back_from_every_request() -> None:
     harness = Harness(Quota("search", requests=Rate(4, 10.0)), requests=Counting.SLIDING)
-    assert harness.ask(0.0, 3) == 3
-    assert harness.ask(6.0, 3) == 1
-    assert harness.ask(9.9) == 0
-    assert harness.ask(10.0, 5) == 3
-    assert harness.ask(16.0, 5) == 1
+    assert harness.request(0.0, 3) == 3
+    assert harness.request(6.0, 3) == 1
+    assert harness.request(9.9) == 0
+    assert harness.request(10.0, 5) == 3
+    assert harness.request(16.0, 5) == 1
 
 
 def test_a_bucket_fills_steadily_up_to_its_size() -> None:
     harness = Harness(Quota("search", requests=Rate(4, 10.0)), requests=Counting.BUCKET)
-    assert harness.ask(0.0, 5) == 4
-    assert harness.ask(2.4) == 0
-    assert harness.ask(2.5, 2) == 1
-    assert harness.ask(100.0, 9) == 4
+    assert harness.request(0.0, 5) == 4
+    assert harness.request(2.4) == 0
+    assert harness.request(2.5, 2) == 1
+    assert harness.request(100.0, 9) == 4
 
 
 def test_tokens_count_as_many_as_a_request_really_uses() -> None:
     harness = Harness(Quota("judge", tokens=Rate(1000, 60.0)))
-    assert harness.ask(0.0, 9, tokens=300, really=100) == 9
-    assert harness.ask(1.0, 9, tokens=100) == 1
-    assert harness.ask(61.0, 9, tokens=300) == 3
+    assert harness.request(0.0, 9, tokens=300, really=100) == 9
+    assert harness.request(1.0, 9, tokens=100) == 1
+    assert harness.request(61.0, 9, tokens=300) == 3
 
 
 def test_what_one_limit_refuses_counts_in_no_other() -> None:
     harness = Harness(Quota("judge", concurrent=5, requests=Rate(9, 60.0), tokens=Rate(1000, 60.0)))
-    assert harness.ask(0.0, 4, tokens=600) == 1
-    assert harness.ask(0.0, 9, tokens=10) == 4, "five under way"
+    assert harness.request(0.0, 4, tokens=600) == 1
+    assert harness.request(0.0, 9, tokens=10) == 4, "five under way"
     for number in range(1, 14):
         harness.apis.release(f"a{number}")
-    assert harness.ask(0.0, 9, tokens=10) == 4, "nine in all"
+    assert harness.request(0.0, 9, tokens=10) == 4, "nine in all"
 
 
 @pytest.mark.parametrize("counting", Counting)
 def test_a_quota_that_is_cut_allows_less_at_once_and_more_when_it_is_whole_again(counting: Counting) -> None:
     quota = Quota("search", requests=Rate(10, 10.0))
     harness = Harness(quota, requests=counting)
-    assert harness.ask(0.0, 6) == 6
+    assert harness.request(0.0, 6) == 6
     harness.apis.set_quota(quota.pools(0.5)[0], 0.0)
-    assert harness.ask(0.0, 9) == (2 if counting is Counting.BUCKET else 0)
-    assert harness.ask(50.0, 9) == 5
+    assert harness.request(0.0, 9) == (2 if counting is Counting.BUCKET else 0)
+    assert harness.request(50.0, 9) == 5
     harness.apis.set_quota(quota.pools()[0], 50.0)
-    assert harness.ask(50.0, 9) == 5
+    assert harness.request(50.0, 9) == 5
     harness.apis.set_quota(Pool(kind="other", total=1), 50.0)
 
 

@@ -30,10 +30,10 @@ def content(seed: int, size: int) -> list[bytes]:
 
 
 def expected(seed: int, size: int, payload: bytes, batch: int = 1) -> bytes:
-    return said(content(seed, size), payload, batch)
+    return expected_answer(content(seed, size), payload, batch)
 
 
-def said(pieces: Sequence[bytes | memoryview], payload: bytes, batch: int) -> bytes:
+def expected_answer(pieces: Sequence[bytes | memoryview], payload: bytes, batch: int) -> bytes:
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -98,7 +98,7 @@ class BytesEngine(Engine):
                 file.write(b"".join(payload + b"\n" for payload in payloads))
         for payload in payloads:
             self.misbehave(payload)
-        answers = [said(loaded, payload, len(payloads)) for payload in payloads]
+        answers = [expected_answer(loaded, payload, len(payloads)) for payload in payloads]
         return answers[1:] if b"few" in payloads else answers
 
     def misbehave(self, payload: bytes) -> None:

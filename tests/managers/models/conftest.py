@@ -76,7 +76,7 @@ class Rig:
     ) -> LeaseResult:
         return await (await self.start(name, chunk, payload, batch, **options)).wait()
 
-    def told(self) -> list[str]:
+    def residency_changes(self) -> list[str]:
         """`+name 0,1` for Resident, `-name 0,1` for Evicted, in order."""
         messages = []
         for event in self.events:

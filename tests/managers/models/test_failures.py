@@ -47,7 +47,7 @@ def test_a_load_that_fails_halfway_leaves_nothing_and_evicts_only_what_it_must(
         flag.raise_it()
         with pytest.raises(ManagerError, match=r"broken cannot be loaded on devices .* bytes each: RuntimeError: load"):
             await rig.call("broken", chunk)
-        assert rig.told() == ["+old 0"]
+        assert rig.residency_changes() == ["+old 0"]
         assert rig.manager.statistics().device_bytes == (SIZE, 0)
         await answers(rig, "old", 1)
         flag.lower()
@@ -65,11 +65,11 @@ def test_a_load_that_evicted_services_and_fails_costs_only_those_services(flag: 
         flag.raise_it()
         with pytest.raises(ManagerError, match="load fails"):
             await rig.call("broken")
-        assert rig.told() == ["+old 0", "+kept 0", "-old 0"]
+        assert rig.residency_changes() == ["+old 0", "+kept 0", "-old 0"]
         assert rig.manager.statistics().device_bytes == (SIZE,)
         await answers(rig, "kept", 2)
         await answers(rig, "old", 1)
-        assert rig.told()[3:] == ["+old 0"]
+        assert rig.residency_changes()[3:] == ["+old 0"]
 
     services = [service("old", 1), service("kept", 2), service("broken", 3, load=f"raise:{flag}")]
     run(Rig(services, devices(1, memory_bytes=2 * SIZE)), test)
@@ -81,7 +81,7 @@ def test_a_load_that_fails_between_two_devices_leaves_nothing_on_the_first(flag:
         with pytest.raises(ManagerError, match=rf"device 1 has 0 of its {SIZE} bytes free, and {SIZE // 2} are needed"):
             await rig.call("wide", (0, 1))
         assert rig.manager.statistics().device_bytes == (0, 0)
-        assert rig.told() == []
+        assert rig.residency_changes() == []
         await answers(rig, "old", 1)
         flag.lower()
         await answers(rig, "wide", 2, (0, 1))
@@ -98,7 +98,7 @@ def test_a_load_that_needs_more_than_declared_fails_with_the_sizes_and_leaves_no
         )
         with pytest.raises(ManagerError, match=wanted):
             await rig.call("greedy")
-        assert rig.told() == ["+old 0"]
+        assert rig.residency_changes() == ["+old 0"]
         assert rig.manager.statistics().device_bytes == (SIZE,)
         await answers(rig, "old", 1)
 
@@ -123,7 +123,7 @@ def test_a_process_that_dies_during_a_load_is_started_again_at_the_next_use(flag
         flag.raise_it()
         with pytest.raises(ManagerError, match="the process of device 0: it ended with signal 9"):
             await rig.call("broken")
-        assert rig.told() == ["+old 0", "-old 0"]
+        assert rig.residency_changes() == ["+old 0", "-old 0"]
         assert rig.manager.statistics().device_bytes == (0,)
         flag.lower()
         await answers(rig, "broken", 2)
@@ -172,11 +172,11 @@ def test_a_process_that_is_killed_loses_its_call_and_its_residents_and_nothing_e
         os.kill(before[0], signal.SIGKILL)
         ended = await lease.wait()
         assert "service a was lost during the call: the process of device 0: it ended with signal 9" in ended.lost
-        assert rig.told() == ["+b 1", "+b 0", "+a 0", "-b 0", "-a 0"]
+        assert rig.residency_changes() == ["+b 1", "+b 0", "+a 0", "-b 0", "-a 0"]
         assert rig.manager.process_ids() == {1: before[1]}
         await answers(rig, "b", 2, (1,))
         await answers(rig, "a", 1, (0,))
-        assert rig.told()[5:] == ["+a 0"]
+        assert rig.residency_changes()[5:] == ["+a 0"]
         assert rig.manager.process_ids()[1] == before[1] != rig.manager.process_ids()[0]
 
     run(Rig([service("a", 1), service("b", 2)], devices(2)), test)
@@ -186,7 +186,7 @@ def test_a_process_that_is_killed_between_calls_is_reported_and_replaced() -> No
     async def test(rig: Rig) -> None:
         await answers(rig, "a", 1)
         os.kill(rig.manager.process_ids()[0], signal.SIGKILL)
-        await until(lambda: rig.told() == ["+a 0", "-a 0"])
+        await until(lambda: rig.residency_changes() == ["+a 0", "-a 0"])
         await answers(rig, "a", 1)
 
     run(Rig([service("a")], devices(1)), test)
@@ -220,7 +220,7 @@ def test_calls_queued_behind_a_crash_are_served_by_the_next_process() -> None:
         ends = await asyncio.gather(*(rig.call("a", payload=p, batch="l") for p in (b"x", b"crash", b"y")))
         assert [bool(ended.lost) for ended in ends] == [False, True, False]
         assert ends[2].answer == expected(1, SIZE, b"y")
-        assert rig.told() == ["+a 0", "-a 0", "+a 0"]
+        assert rig.residency_changes() == ["+a 0", "-a 0", "+a 0"]
 
     run(Rig([service("a", batch_max=1)], devices(1)), test)
 
@@ -231,7 +231,7 @@ def test_an_engine_that_raises_is_our_failure_and_the_service_stays() -> None:
         error = r"service a failed: RuntimeError: no such token \(bytes_engine\.py, line \d+, in misbehave\)"
         assert re.fullmatch(error, ended.lost)
         await answers(rig, "a", 1)
-        assert rig.told() == ["+a 0"]
+        assert rig.residency_changes() == ["+a 0"]
 
     run(Rig([service("a")], devices(1)), test)
 
@@ -325,7 +325,7 @@ def test_a_call_that_can_be_interrupted_is_stopped_without_losing_the_service(fl
         assert (ended.lost, ended.answer) == ("", b"")
         assert rig.manager.process_ids() == before
         await answers(rig, "a", 1)
-        assert rig.told() == ["+a 0"]
+        assert rig.residency_changes() == ["+a 0"]
 
     run(Rig([service("a")], devices(1)), test)
 
@@ -342,7 +342,7 @@ def test_a_call_that_hangs_is_killed_with_the_process_of_its_device(
         await lease.stop()
         assert (await lease.wait()).lost == ""
         assert read_process(pid) is None
-        assert rig.told() == ["+a 0", "-a 0"]
+        assert rig.residency_changes() == ["+a 0", "-a 0"]
         await answers(rig, "a", 1)
 
     run(Rig([service("a")], devices(1)), test)
@@ -444,7 +444,7 @@ def test_interrupts_never_hit_the_call_behind_the_one_that_was_meant() -> None:
             assert ended.lost == ""
             await stopping
             await answers(rig, "a", 1)
-        assert rig.told() == ["+a 0"]
+        assert rig.residency_changes() == ["+a 0"]
 
     run(Rig([service("a")], devices(1)), test)
 
@@ -457,7 +457,7 @@ def test_an_engine_that_does_not_let_go_of_device_memory_loses_its_process() -> 
         await answers(rig, "keeps", 1)
         before = rig.manager.process_ids()
         await answers(rig, "b", 2)
-        assert rig.told() == ["+keeps 0", "-keeps 0", "+b 0"]
+        assert rig.residency_changes() == ["+keeps 0", "-keeps 0", "+b 0"]
         assert rig.manager.process_ids() != before
         assert rig.manager.statistics().device_bytes == (SIZE,)
 
@@ -469,7 +469,7 @@ def test_an_unload_that_raises_frees_the_memory_all_the_same(flag: Flag) -> None
     async def test(rig: Rig) -> None:
         await answers(rig, "a", 1)
         await answers(rig, "b", 2)
-        assert rig.told() == ["+a 0", "-a 0", "+b 0"]
+        assert rig.residency_changes() == ["+a 0", "-a 0", "+b 0"]
 
     run(Rig([service("a", 1, unload="raise"), service("b", 2)], devices(1, memory_bytes=SIZE)), test)
 
@@ -480,7 +480,7 @@ def test_an_unload_that_hangs_loses_its_process(monkeypatch: pytest.MonkeyPatch)
     async def test(rig: Rig) -> None:
         await answers(rig, "a", 1)
         await answers(rig, "b", 2)
-        assert rig.told() == ["+a 0", "-a 0", "+b 0"]
+        assert rig.residency_changes() == ["+a 0", "-a 0", "+b 0"]
 
     run(Rig([service("a", 1, unload="hang"), service("b", 2)], devices(1, memory_bytes=SIZE)), test)
 
@@ -571,13 +571,13 @@ def test_a_service_that_worked_is_reloaded_after_three_actions_that_raised() -> 
         await answers(rig, "a", 1)
         for _ in range(2):
             assert "no such token" in (await rig.call("a", payload=b"raise")).lost
-        assert rig.told() == ["+a 0"]
+        assert rig.residency_changes() == ["+a 0"]
         assert "no such token" in (await rig.call("a", payload=b"raise")).lost
-        await until(lambda: rig.told() == ["+a 0", "-a 0"])
+        await until(lambda: rig.residency_changes() == ["+a 0", "-a 0"])
         for _ in range(10):
             assert "no such token" in (await rig.call("a", payload=b"raise")).lost
         await answers(rig, "a", 1)
-        assert rig.told() == ["+a 0", "-a 0", "+a 0"], "a fresh load that did not help is not repeated"
+        assert rig.residency_changes() == ["+a 0", "-a 0", "+a 0"], "a fresh load that did not help is not repeated"
 
     run(Rig([service("a")], devices(1), circuit_pause_s=3600.0), test)
 
@@ -587,7 +587,7 @@ def test_calls_behind_the_third_that_raised_are_served_by_the_reloaded_service()
         payloads = [b"x", b"raise", b"raise", b"raise", b"y"]
         ends = await asyncio.gather(*(rig.call("a", payload=payload, batch="lead") for payload in payloads))
         assert [bool(ended.lost) for ended in ends] == [False, True, True, True, False]
-        assert rig.told() == ["+a 0", "-a 0", "+a 0"]
+        assert rig.residency_changes() == ["+a 0", "-a 0", "+a 0"]
         assert rig.manager.statistics().calls == 5
 
     run(Rig([service("a")], devices(1)), test)
@@ -598,7 +598,7 @@ def test_a_failed_restore_is_an_error_and_leaves_nothing(flag: Flag) -> None:
         flag.raise_it()
         with pytest.raises(ManagerError, match="load fails"):
             await rig.manager.restore("a", (0,))
-        assert rig.told() == ["-a 0"]
+        assert rig.residency_changes() == ["-a 0"]
         flag.lower()
         await answers(rig, "a", 1)
 
@@ -639,7 +639,7 @@ def test_what_runs_when_the_manager_ends_is_lost_and_nothing_is_left(flag: Flag)
     rig = Rig([service("a")], devices(2))
     run(rig, test)
     assert "was closed" in leases[0].ended.result().lost
-    assert rig.told() == ["+a 0"]
+    assert rig.residency_changes() == ["+a 0"]
 
 
 def test_nothing_starts_in_a_manager_that_has_ended() -> None:
@@ -701,7 +701,7 @@ def test_events_are_published_in_order_and_completely() -> None:
 
         await asyncio.gather(client(0, (0,)), client(1, (1,)), client(2, (2, 3)), client(3, (0, 1)))
         there: dict[str, None] = {}
-        for word in rig.told():
+        for word in rig.residency_changes():
             if word[0] == "+":
                 assert word[1:] not in there
                 there[word[1:]] = None

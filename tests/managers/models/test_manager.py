@@ -36,7 +36,7 @@ def test_a_call_is_answered_by_the_weights_of_its_service() -> None:
         for name, seed in (("a", 1), ("b", 2), ("a", 1)):
             ended = await rig.call(name, payload=b"hello")
             assert (ended.answer, ended.lost) == (expected(seed, SIZE, b"hello"), "")
-        assert rig.told() == ["+a 0", "+b 0"]
+        assert rig.residency_changes() == ["+a 0", "+b 0"]
         assert rig.manager.statistics().emulated
 
     run(Rig([service("a", 1), service("b", 2)], devices(1)), test)
@@ -46,7 +46,7 @@ def test_a_service_is_loaded_on_exactly_the_devices_of_the_grant() -> None:
     async def test(rig: Rig) -> None:
         for chunk in ((2,), (0, 1), (2, 3), (0, 1, 2, 3)):
             assert (await rig.call("a", chunk, b"x")).answer == expected(1, SIZE, b"x")
-        assert rig.told() == ["+a 2", "+a 0,1", "+a 2,3", "+a 0,1,2,3"]
+        assert rig.residency_changes() == ["+a 2", "+a 0,1", "+a 2,3", "+a 0,1,2,3"]
         assert [place.devices for place in rig.manager.statistics().residents] == [(2,), (0, 1), (2, 3), (0, 1, 2, 3)]
 
     run(Rig([service("a", degrees=(1, 2, 4))], devices(4)), test)
@@ -69,7 +69,19 @@ def test_two_services_that_do_not_fit_together_alternate() -> None:
         for _ in range(3):
             assert (await rig.call("a", payload=b"x")).answer == expected(1, SIZE, b"x")
             assert (await rig.call("b", payload=b"x")).answer == expected(2, SIZE, b"x")
-        assert rig.told() == ["+a 0", "-a 0", "+b 0", "-b 0", "+a 0", "-a 0", "+b 0", "-b 0", "+a 0", "-a 0", "+b 0"]
+        assert rig.residency_changes() == [
+            "+a 0",
+            "-a 0",
+            "+b 0",
+            "-b 0",
+            "+a 0",
+            "-a 0",
+            "+b 0",
+            "-b 0",
+            "+a 0",
+            "-a 0",
+            "+b 0",
+        ]
 
     run(Rig([service("a", 1), service("b", 2)], devices(1, memory_bytes=SIZE * 3 // 2)), test)
 
@@ -78,7 +90,7 @@ def test_the_least_recently_used_is_evicted_and_the_rest_stays() -> None:
     async def test(rig: Rig) -> None:
         for name in ("a", "b", "a", "c"):
             await rig.call(name)
-        assert rig.told() == ["+a 0", "+b 0", "-b 0", "+c 0"]
+        assert rig.residency_changes() == ["+a 0", "+b 0", "-b 0", "+c 0"]
         assert (await rig.call("a", payload=b"x")).answer == expected(1, SIZE, b"x")
 
     run(Rig([service("a", 1), service("b", 2), service("c", 3)], devices(1, memory_bytes=2 * SIZE)), test)
@@ -88,7 +100,7 @@ def test_a_service_on_several_devices_goes_from_all_of_them_for_one() -> None:
     async def test(rig: Rig) -> None:
         await rig.call("wide", (0, 1))
         await rig.call("a", (1,))
-        assert rig.told() == ["+wide 0,1", "-wide 0,1", "+a 1"]
+        assert rig.residency_changes() == ["+wide 0,1", "-wide 0,1", "+a 1"]
 
     services = [service("wide", 1, degrees=(2,)), service("a", 2)]
     run(Rig(services, devices(2, memory_bytes=SIZE + SIZE // 4)), test)
@@ -98,7 +110,7 @@ def test_working_memory_counts_as_well_as_weights() -> None:
     async def test(rig: Rig) -> None:
         await rig.call("a")
         await rig.call("b")
-        assert rig.told() == ["+a 0", "-a 0", "+b 0"]
+        assert rig.residency_changes() == ["+a 0", "-a 0", "+b 0"]
 
     services = [service("a", 1, memory_bytes=3 * MIB), service("b", 2, memory_bytes=3 * MIB)]
     run(Rig(services, devices(1, memory_bytes=5 * MIB)), test)
@@ -191,11 +203,11 @@ def test_a_device_in_use_is_not_given_to_another_and_nothing_in_use_is_evicted(f
         await until(flag.is_up)
         other = asyncio.create_task(rig.call("b", (0,), b"x"))
         done, _ = await asyncio.wait({other}, timeout=0.2)
-        assert (done, rig.told()) == (set(), ["+a 0"])
+        assert (done, rig.residency_changes()) == (set(), ["+a 0"])
         flag.lower()
         assert (await slow.wait()).lost == ""
         assert (await other).answer == expected(2, SIZE, b"x")
-        assert rig.told() == ["+a 0", "-a 0", "+b 0"]
+        assert rig.residency_changes() == ["+a 0", "-a 0", "+b 0"]
 
     run(Rig([service("a", 1), service("b", 2)], devices(1, memory_bytes=SIZE)), test)
 
@@ -208,7 +220,7 @@ def test_a_service_is_evicted_while_the_process_that_holds_it_runs_a_call_on_ano
         slow = await rig.start("small", (0,), f"slow:{flag}".encode())
         await until(flag.is_up)
         assert (await rig.call("b", (1,), b"x")).answer == expected(3, SIZE, b"x")
-        assert rig.told() == ["+wide 0,1", "+small 0", "-wide 0,1", "+b 1"]
+        assert rig.residency_changes() == ["+wide 0,1", "+small 0", "-wide 0,1", "+b 1"]
         assert not slow.ended.done()
         flag.lower()
         assert (await slow.wait()).lost == ""
@@ -221,8 +233,8 @@ def test_two_loads_that_need_the_same_eviction_evict_once() -> None:
     async def test(rig: Rig) -> None:
         await rig.call("wide", (0, 1))
         await asyncio.gather(rig.call("a", (0,)), rig.call("b", (1,)))
-        assert sorted(rig.told()) == ["+a 0", "+b 1", "+wide 0,1", "-wide 0,1"]
-        assert rig.told()[:2] == ["+wide 0,1", "-wide 0,1"]
+        assert sorted(rig.residency_changes()) == ["+a 0", "+b 1", "+wide 0,1", "-wide 0,1"]
+        assert rig.residency_changes()[:2] == ["+wide 0,1", "-wide 0,1"]
 
     services = [service("wide", 1, degrees=(2,)), service("a", 2), service("b", 3)]
     run(Rig(services, devices(2, memory_bytes=SIZE)), test)
@@ -234,9 +246,9 @@ def test_two_loads_that_need_the_same_eviction_evict_once() -> None:
 def test_a_service_is_restored_ahead_of_its_next_action() -> None:
     async def test(rig: Rig) -> None:
         await rig.manager.restore("a", (0, 1))
-        assert rig.told() == ["+a 0,1"]
+        assert rig.residency_changes() == ["+a 0,1"]
         assert (await rig.call("a", (0, 1), b"x")).answer == expected(1, SIZE, b"x")
-        assert rig.told() == ["+a 0,1"]
+        assert rig.residency_changes() == ["+a 0,1"]
         assert rig.manager.statistics().loads == 1
 
     run(Rig([service("a", degrees=(1, 2))], devices(2)), test)
@@ -249,7 +261,7 @@ def test_nothing_is_restored_onto_devices_in_use(flag: Flag) -> None:
         await rig.manager.restore("b", (0,))
         flag.lower()
         await slow.wait()
-        assert rig.told() == ["+a 0", "-b 0"], "b was not brought there"
+        assert rig.residency_changes() == ["+a 0", "-b 0"], "b was not brought there"
 
     run(Rig([service("a", 1), service("b", 2)], devices(1, memory_bytes=SIZE)), test)
 

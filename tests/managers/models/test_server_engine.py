@@ -61,7 +61,7 @@ def prompt(text: str) -> bytes:
     return json.dumps({"prompt": text}).encode()
 
 
-async def said(rig: Rig, text: str, chunk: tuple[int, ...] = (0,), name: str = "judge") -> dict[str, Any]:
+async def infer_text(rig: Rig, text: str, chunk: tuple[int, ...] = (0,), name: str = "judge") -> dict[str, Any]:
     ended = await rig.call(name, chunk, prompt(text))
     assert ended.lost == ""
     document: dict[str, Any] = json.loads(ended.answer)
@@ -70,13 +70,13 @@ async def said(rig: Rig, text: str, chunk: tuple[int, ...] = (0,), name: str = "
 
 def test_a_server_is_started_once_then_woken_and_put_to_sleep_for_other_services(log: Log) -> None:
     async def test(rig: Rig) -> None:
-        first = await said(rig, "a")
+        first = await infer_text(rig, "a")
         assert first["text"] == "A"
         for _ in range(2):
             assert (await rig.call("other", payload=b"x")).answer == expected(2, SIZE, b"x")
-            assert (await said(rig, "b"))["pid"] == first["pid"]
+            assert (await infer_text(rig, "b"))["pid"] == first["pid"]
         assert log.lines() == ["start", "sleep 1", "wake_up", "sleep 1", "wake_up"]
-        assert rig.told()[:5] == ["+judge 0", "-judge 0", "+other 0", "-other 0", "+judge 0"]
+        assert rig.residency_changes()[:5] == ["+judge 0", "-judge 0", "+other 0", "-other 0", "+judge 0"]
 
     run(Rig([server(log), service("other", 2)], devices(1, memory_bytes=MEMORY)), test)
 
@@ -87,7 +87,7 @@ def test_two_servers_that_do_not_fit_together_alternate_by_sleeping_and_waking(l
     async def test(rig: Rig) -> None:
         pids = set()
         for _ in range(3):
-            pids |= {(await said(rig, "a"))["pid"], (await said(rig, "b", name="second"))["pid"]}
+            pids |= {(await infer_text(rig, "a"))["pid"], (await infer_text(rig, "b", name="second"))["pid"]}
         assert len(pids) == 2
         assert log.lines() == ["start", "sleep 1", "wake_up", "sleep 1", "wake_up", "sleep 1"]
         assert other.lines() == ["start", "sleep 1", "wake_up", "sleep 1", "wake_up"]
@@ -133,7 +133,7 @@ def test_every_chunk_has_a_server_that_sees_its_devices_alone(log: Log, monkeypa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     async def test(rig: Rig) -> None:
-        assert [(await said(rig, "a", chunk))["devices"] for chunk in ((1,), (0, 1))] == ["1", "0,1"]
+        assert [(await infer_text(rig, "a", chunk))["devices"] for chunk in ((1,), (0, 1))] == ["1", "0,1"]
         assert len(log.pids()) == 2
 
     run(Rig([server(log, degrees=(1, 2))], devices(2, memory_bytes=2 * MEMORY)), test)
@@ -149,7 +149,7 @@ def test_requests_of_a_batch_are_sent_in_parallel(log: Log) -> None:
 
 def test_the_status_of_a_response_decides_whether_the_caller_or_the_service_failed(log: Log) -> None:
     async def test(rig: Rig) -> None:
-        assert (await said(rig, "a"))["text"] == "A"
+        assert (await infer_text(rig, "a"))["text"] == "A"
         lease = await rig.start("judge", payload=prompt("wrong"))
         with pytest.raises(InvalidAction, match="400: no such parameter"):
             await lease.wait()
@@ -162,12 +162,12 @@ def test_the_status_of_a_response_decides_whether_the_caller_or_the_service_fail
                 f"the server responded {status}: as you like"
                 in (await rig.call("judge", payload=prompt(str(status)))).lost
             )
-        assert (await said(rig, "a"))["text"] == "A"
+        assert (await infer_text(rig, "a"))["text"] == "A"
         for status in (401, 404):
             ended = await rig.call("judge", payload=prompt(str(status)))
             assert "the service is misconfigured" in ended.lost
             assert f"responded to POST /v1/completions with {status}: as you like" in ended.lost
-        assert (await said(rig, "a"))["text"] == "A"
+        assert (await infer_text(rig, "a"))["text"] == "A"
 
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
 
@@ -175,10 +175,10 @@ def test_the_status_of_a_response_decides_whether_the_caller_or_the_service_fail
 def test_a_server_that_crashes_loses_its_call_and_is_started_for_the_next(log: Log) -> None:
     async def test(rig: Rig) -> None:
         assert "it ended with code 3" in (await rig.call("judge", payload=prompt("crash"))).lost
-        assert (await said(rig, "a"))["text"] == "A"
+        assert (await infer_text(rig, "a"))["text"] == "A"
         os.kill(log.pids()[-1], signal.SIGKILL)
         await until(lambda: (found := read_process(log.pids()[1])) is None or not found.is_alive)
-        assert (await said(rig, "b"))["text"] == "B"
+        assert (await infer_text(rig, "b"))["text"] == "B"
         assert log.lines() == ["start", "start", "start"]
 
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
@@ -191,7 +191,7 @@ def test_a_call_that_is_stopped_hangs_up_and_the_server_stays(log: Log) -> None:
         await until(lambda: log.lines().count("waiting") == 2)
         await asyncio.gather(*(lease.stop() for lease in leases))
         await until(lambda: log.lines().count("hung up") == 2)
-        assert (await said(rig, "a"))["text"] == "A"
+        assert (await infer_text(rig, "a"))["text"] == "A"
         assert len(log.pids()) == 1
 
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
@@ -199,9 +199,9 @@ def test_a_call_that_is_stopped_hangs_up_and_the_server_stays(log: Log) -> None:
 
 def test_a_server_that_does_not_go_to_sleep_is_killed(log: Log) -> None:
     async def test(rig: Rig) -> None:
-        await said(rig, "lazy")
+        await infer_text(rig, "lazy")
         assert (await rig.call("other", payload=b"x")).answer == expected(2, SIZE, b"x")
-        assert (await said(rig, "a"))["text"] == "A"
+        assert (await infer_text(rig, "a"))["text"] == "A"
         assert log.lines() == ["start", "start"]
 
     run(Rig([server(log), service("other", 2)], devices(1, memory_bytes=MEMORY)), test)
@@ -209,10 +209,10 @@ def test_a_server_that_does_not_go_to_sleep_is_killed(log: Log) -> None:
 
 def test_the_server_of_a_process_that_is_killed_ends_with_it(log: Log) -> None:
     async def test(rig: Rig) -> None:
-        await said(rig, "a")
+        await infer_text(rig, "a")
         os.kill(rig.manager.process_ids()[0], signal.SIGKILL)
         await until(lambda: (found := read_process(log.pids()[0])) is None or not found.is_alive)
-        assert (await said(rig, "b"))["text"] == "B"
+        assert (await infer_text(rig, "b"))["text"] == "B"
 
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
 
@@ -228,9 +228,9 @@ def test_a_server_that_runs_elsewhere_is_woken_and_put_to_sleep_and_outlives_us(
         port = probe.getsockname()[1]
 
     async def test(rig: Rig) -> None:
-        await said(rig, "a")
+        await infer_text(rig, "a")
         await rig.call("other")
-        await said(rig, "b")
+        await infer_text(rig, "b")
         assert log.lines() == ["start", "sleep 1", "wake_up"]
 
     engine = ServerEngine(url=f"http://127.0.0.{{degree}}:{port}")

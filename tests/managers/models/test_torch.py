@@ -52,7 +52,7 @@ def test_services_that_do_not_fit_together_alternate_and_give_their_memory_back(
                 used.add(rig.manager.statistics().device_bytes)
         assert len(used) == 1 and used != {(0,)}, "each has the same size, and the device for itself"
         assert rig.manager.statistics().evictions == 5
-        assert len(rig.told()) == 11
+        assert len(rig.residency_changes()) == 11
 
     run(Rig([tied("one", 1), tied("two", 2)], devices(1, memory_bytes=4096)), test)
 

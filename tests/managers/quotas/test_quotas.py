@@ -36,7 +36,7 @@ class Harness:
         self.orchestrator = Orchestrator(self.scheduler, {}, {HoldGrant: self.quotas}, clock=loop.clock, sink=sink)
         self._number = 0
 
-    def ask(
+    def request(
         self, name: str, *, requests: int = 1, tokens: int = 0, run: str = "default", at_once: bool = True,
         deadline_s: float | None = None,
     ) -> ActionTicket:  # fmt: skip
@@ -51,7 +51,7 @@ class Harness:
         self, name: str, seconds: float, on_start: Callable[[float], object] = lambda at: None,
         *, requests: int = 1, tokens: int = 0, spent: dict[str, int] | None = None, run: str = "default",
     ) -> SettledAction:  # fmt: skip
-        ticket = self.ask(name, requests=requests, tokens=tokens, run=run)
+        ticket = self.request(name, requests=requests, tokens=tokens, run=run)
         await ticket.started
         on_start(asyncio.get_running_loop().time())
         await asyncio.sleep(seconds)
@@ -153,7 +153,7 @@ def test_tokens_are_charged_by_estimate_and_corrected() -> None:
 
 def test_an_action_may_use_several_limits_of_an_api_at_once() -> None:
     async def test(harness: Harness) -> None:
-        ticket = harness.ask("judge", requests=2, tokens=30)
+        ticket = harness.request("judge", requests=2, tokens=30)
         await ticket.started
         pools = harness.scheduler.statistics().pools
         assert (pools["judge"]["held"], pools["judge/requests"]["spent"], pools["judge/tokens"]["spent"]) == (2, 2, 30)
@@ -212,9 +212,9 @@ class Limiter:
         self._window_s = window_s
         self._retry_after_s = retry_after_s
 
-    async def ask(self) -> bool:
+    async def request(self) -> bool:
         """One call through the quota; returns the response."""
-        ticket = self._desk.ask("search")
+        ticket = self._desk.request("search")
         await asyncio.shield(ticket.started)
         action = ticket.action.id
         try:
@@ -241,7 +241,7 @@ async def saturated(limiter: Limiter, askers: int) -> AsyncIterator[None]:
 
     async def ask() -> None:
         while True:
-            await limiter.ask()
+            await limiter.request()
 
     tasks = [asyncio.create_task(ask()) for _ in range(askers)]
     try:
@@ -339,7 +339,7 @@ def test_a_complaint_pauses_all_calls_for_a_while_and_the_quota_recovers() -> No
 @pytest.mark.parametrize("by", ["cancellation", "deadline"])
 def test_a_hold_that_is_stopped_stays_held_until_its_holder_leaves(by: str) -> None:
     async def test(harness: Harness) -> None:
-        ticket = harness.ask("judge", deadline_s=5.0 if by == "deadline" else None)
+        ticket = harness.request("judge", deadline_s=5.0 if by == "deadline" else None)
         await ticket.started
         if by == "cancellation":
             harness.orchestrator.cancel(ticket.action.id)
@@ -357,7 +357,11 @@ def test_a_hold_that_is_stopped_stays_held_until_its_holder_leaves(by: str) -> N
 
 def test_what_waits_is_stopped_at_once() -> None:
     async def test(harness: Harness) -> None:
-        holding, waiting, late = harness.ask("judge"), harness.ask("judge"), harness.ask("judge", deadline_s=3.0)
+        holding, waiting, late = (
+            harness.request("judge"),
+            harness.request("judge"),
+            harness.request("judge", deadline_s=3.0),
+        )
         await holding.started
         harness.orchestrator.cancel(waiting.action.id)
         assert (await harness.orchestrator.wait_settled(waiting)).outcome.status is Status.CANCELLED
@@ -373,7 +377,7 @@ def test_what_is_not_sent_at_once_counts_from_its_end() -> None:
 
     async def test(harness: Harness) -> None:
         async def one_by_one(gap_s: float) -> None:
-            ticket = harness.ask("search", requests=10, at_once=False)
+            ticket = harness.request("search", requests=10, at_once=False)
             await ticket.started
             for _ in range(10):
                 sent.append(asyncio.get_running_loop().time())
@@ -391,7 +395,7 @@ def test_holders_of_a_quota_are_ended_at_shutdown() -> None:
     tickets: list[ActionTicket] = []
 
     async def test(harness: Harness) -> None:
-        tickets.extend(harness.ask("search", deadline_s=deadline_s) for deadline_s in (1.0, None, None, None, None))
+        tickets.extend(harness.request("search", deadline_s=deadline_s) for deadline_s in (1.0, None, None, None, None))
         await tickets[0].started
         await asyncio.sleep(2.0)
         assert not tickets[0].settled.done(), "it was stopped, and is still held"
@@ -426,7 +430,7 @@ def test_a_quota_of_another_kind_does_not_replace_one() -> None:
         with pytest.raises(InvalidConfig, match="same kinds of limits"):
             harness.quotas.add(Quota("search", requests=Rate(5, 1.0)))
         with pytest.raises(InvalidAction, match="one of 'search'"):
-            harness.ask("serach")
+            harness.request("serach")
         harness.quotas.add(Quota("judge", concurrent=1))
         await harness.use("judge", 1.0)
 

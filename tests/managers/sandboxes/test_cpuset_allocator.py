@@ -19,7 +19,7 @@ def test_an_action_sees_as_many_cpus_as_its_width_needs(width: int, count: int) 
     assert len(cores().place("a", width=width, reserved=width)[0]) == count
 
 
-def seen(
+def cpus_of(
     machine: CpusetAllocator, action: str, width: int, reserved: int, cells: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
     return machine.place(action, width=width, reserved=reserved, cells=cells)[0]
@@ -27,25 +27,25 @@ def seen(
 
 def test_the_least_loaded_cpus_are_chosen() -> None:
     machine = cores(2)
-    assert seen(machine, "a", 1000, 1000) == (0,)
-    assert seen(machine, "b", 1000, 500) == (1,)
-    assert seen(machine, "c", 1000, 100) == (1,)
+    assert cpus_of(machine, "a", 1000, 1000) == (0,)
+    assert cpus_of(machine, "b", 1000, 500) == (1,)
+    assert cpus_of(machine, "c", 1000, 100) == (1,)
 
 
 def test_an_action_stays_on_the_numa_nodes_of_its_grant() -> None:
     machine = cores(4, {0: (0, 1), 1: (2, 3)})
-    assert seen(machine, "a", 2000, 2000, (1,)) == (2, 3)
-    assert set(seen(machine, "b", 1000, 1000, (0,))) <= {0, 1}
+    assert cpus_of(machine, "a", 2000, 2000, (1,)) == (2, 3)
+    assert set(cpus_of(machine, "b", 1000, 1000, (0,))) <= {0, 1}
 
 
 def test_an_action_wider_than_its_numa_nodes_gets_further_nodes() -> None:
-    assert seen(cores(4, {0: (0, 1), 1: (2, 3)}), "a", 3000, 1000, (0,)) == (0, 1, 2)
+    assert cpus_of(cores(4, {0: (0, 1), 1: (2, 3)}), "a", 3000, 1000, (0,)) == (0, 1, 2)
 
 
 def test_actions_move_when_a_new_one_would_overload_a_cpu() -> None:
     machine = cores(2)
-    places = {"a": seen(machine, "a", 1000, 250), "b": seen(machine, "b", 1000, 250)}
-    places["c"] = seen(machine, "c", 1000, 500)
+    places = {"a": cpus_of(machine, "a", 1000, 250), "b": cpus_of(machine, "b", 1000, 250)}
+    places["c"] = cpus_of(machine, "c", 1000, 500)
     places["d"], moves = machine.place("d", width=1000, reserved=1000)
     places |= moves
     alone = places["d"]
@@ -72,7 +72,7 @@ def test_a_small_difference_moves_no_action() -> None:
 def test_one_and_a_half_cores_are_a_whole_one_and_half_of_the_one_that_is_shared() -> None:
     machine = cores(2)
     machine.place("half", width=1000, reserved=500)
-    assert seen(machine, "wide", 1500, 1500) == (0, 1)
+    assert cpus_of(machine, "wide", 1500, 1500) == (0, 1)
     assert (machine.weight("half"), machine.weight("wide")) == (500, 1000), "equal on the CPU that they share"
 
 
@@ -97,5 +97,5 @@ def test_every_action_keeps_its_number_of_cpus_and_the_loads_add_up(actions: lis
         del places[name]
         assert set(moves) <= set(places)
         assert all(len(set(cpus)) == counts[moved] for moved, cpus in moves.items())
-    free = {seen(machine, f"next {number}", 1000, 1)[0] for number in range(4)}
+    free = {cpus_of(machine, f"next {number}", 1000, 1)[0] for number in range(4)}
     assert free == {0, 1, 2, 3}, "a CPU that still had a load would not be chosen"

@@ -70,7 +70,7 @@ class Rig:
         self.events: list[AnyRouterEvent] = []
         self.router = Router(engines, on_event=self.events.append, **options)
 
-    def told(self, kind: type[E]) -> list[E]:
+    def events_of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
 
     def check_idle(self) -> None:

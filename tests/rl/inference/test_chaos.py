@@ -125,9 +125,9 @@ class Chaos:
         assert statistics.served == self.ends["answered"]
         assert statistics.cancelled == self.ends["cancelled"]
         assert statistics.failed == self.ends["given up"] + self.ends["no engine"]
-        assert len(self.rig.told(RequestDropped)) == self.ends["given up"]
+        assert len(self.rig.events_of(RequestDropped)) == self.ends["given up"]
         removed = [kept.name for kept in statistics.engines if kept.state is EngineState.REMOVED]
-        assert sorted(removed) == sorted(event.engine for event in self.rig.told(EngineRemoved))
+        assert sorted(removed) == sorted(event.engine for event in self.rig.events_of(EngineRemoved))
 
     async def trouble(self) -> None:
         while True:
@@ -181,7 +181,7 @@ def test_the_chaos_reaches_every_end() -> None:
         statistics = chaos.rig.router.statistics()
         resumed += statistics.resumed
         stayed += statistics.stayed
-        updates += len(chaos.rig.told(EngineUpdated))
+        updates += len(chaos.rig.events_of(EngineUpdated))
         fallbacks += sum(statistics.fallbacks.values())
     assert {"answered", "cancelled", "given up", "no engine"} <= set(ends), ends
     assert min(resumed, stayed, updates, fallbacks) > 50, (resumed, stayed, updates, fallbacks)

@@ -123,12 +123,12 @@ def test_a_class_that_fails_is_replaced_visibly_until_it_is_back() -> None:
         again = await router.generate(a_request(task="frozenlake", tokens_max=1))
         assert again.engine == "b"
         assert router.statistics().fallbacks == {"frozenlake": 2}
-        assert not rig.told(FallbackEnded)
+        assert not rig.events_of(FallbackEnded)
         await until(lambda: compute.alive)
         await until(lambda: router.statistics().engines[0].state is EngineState.SERVING)
         assert (await router.generate(a_request(task="frozenlake"))).engine == "c"
-        assert [(each.wanted, each.used) for each in rig.told(FallbackBegan)] == [("compute", "bandwidth")]
-        assert [each.hardware for each in rig.told(FallbackEnded)] == ["compute"]
+        assert [(each.wanted, each.used) for each in rig.events_of(FallbackBegan)] == [("compute", "bandwidth")]
+        assert [each.hardware for each in rig.events_of(FallbackEnded)] == ["compute"]
 
     at_gateway(test, fake("c", "compute", start_s=5.0), fake("b", "bandwidth"), affinity={"frozenlake": "compute"})
 
@@ -139,7 +139,7 @@ def test_training_never_falls_back_to_an_evaluation_engine() -> None:
         waiting = asyncio.create_task(rig.router.generate(a_request(task="chain")))
         result = await waiting
         assert result.engine == "own" and rig.engines["own"].completed == 1
-        assert rig.told(FallbackBegan) == []
+        assert rig.events_of(FallbackBegan) == []
 
     at_gateway(test, fake("server", "remote", output_is_trainable=False), fake("own"), affinity={"chain": "default"})
 
@@ -172,8 +172,8 @@ def test_a_request_whose_engine_dies_continues_elsewhere_from_its_tokens() -> No
         rest = rig.engines["b"].requests[-1]
         assert rest.id == request.id
         assert (len(rest.tokens), rest.sampling.tokens_max) == (15, 15)
-        assert [(event.engine, event.written) for event in rig.told(RequestResumed)] == [("a", 5)]
-        assert [(event.engine, event.requests, event.deaths) for event in rig.told(EngineLost)] == [("a", 1, 1)]
+        assert [(event.engine, event.written) for event in rig.events_of(RequestResumed)] == [("a", 5)]
+        assert [(event.engine, event.requests, event.deaths) for event in rig.events_of(EngineLost)] == [("a", 1, 1)]
 
     at_gateway(test, fake("a"), fake("b"))
 
@@ -187,7 +187,7 @@ def test_a_request_whose_only_engine_dies_continues_when_it_is_back() -> None:
         result = await task
         assert result.tokens == drawn(request)
         assert result.waiting_s > 0.0
-        assert [event.life for event in rig.told(EngineStarted)] == [1, 2]
+        assert [event.life for event in rig.events_of(EngineStarted)] == [1, 2]
 
     at_gateway(test, fake("a", start_s=3.0))
 
@@ -231,9 +231,9 @@ def test_an_engine_that_dies_repeatedly_is_removed_and_the_rest_serve() -> None:
         bad.refuse(starts=100)
         bad.die()
         await rig.router.generate(a_request())
-        await until(lambda: bool(rig.told(EngineRemoved)))
-        assert [event.engine for event in rig.told(EngineRemoved)] == ["bad"]
-        assert [event.deaths for event in rig.told(EngineLost)] == [1, 2, 3]
+        await until(lambda: bool(rig.events_of(EngineRemoved)))
+        assert [event.engine for event in rig.events_of(EngineRemoved)] == ["bad"]
+        assert [event.deaths for event in rig.events_of(EngineLost)] == [1, 2, 3]
         kept = rig.router.statistics().engines[0]
         assert kept.state is EngineState.REMOVED and "died 3 times" in kept.reason
         assert (await rig.router.generate(a_request())).engine == "good"
@@ -247,7 +247,7 @@ def test_deaths_that_are_far_apart_do_not_remove_an_engine() -> None:
             rig.engines["a"].die()
             await rig.router.generate(a_request())
             await asyncio.sleep(200.0)
-        assert rig.told(EngineRemoved) == []
+        assert rig.events_of(EngineRemoved) == []
 
     at_gateway(test, fake("a"), deaths_max=3, deaths_window_s=300.0)
 
@@ -337,9 +337,9 @@ def test_only_the_request_that_kills_engines_is_given_up(engines: int) -> None:
         assert given_up.value.request == poison.id
         results = await asyncio.gather(*tasks)
         assert [each.tokens for each in results] == [drawn(request) for request in innocent]
-        assert [event.request for event in rig.told(RequestDropped)] == [poison.id]
+        assert [event.request for event in rig.events_of(RequestDropped)] == [poison.id]
         watch.cancel()
-        assert rig.told(EngineRemoved) == [], "its deaths do not count against the engines"
+        assert rig.events_of(EngineRemoved) == [], "its deaths do not count against the engines"
         await until(lambda: all(kept.state is EngineState.SERVING for kept in rig.router.statistics().engines))
 
     at_gateway(test, *(fake(f"e{number}") for number in range(engines)), deaths_max=3)
@@ -354,9 +354,9 @@ def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_e
         given_up = [each for each in results if isinstance(each, RequestAbandoned)]
         assert len(given_up) == ABANDONED_MAX
         assert sum(isinstance(each, NoEngine) for each in results) == len(requests) - ABANDONED_MAX
-        (removed,) = rig.told(EngineRemoved)
+        (removed,) = rig.events_of(EngineRemoved)
         assert "and completed no request; the last time: engine a: a bad token" in removed.reason
-        assert len(rig.told(EngineLost)) <= ABANDONED_MAX + ABANDON_DEATHS
+        assert len(rig.events_of(EngineLost)) <= ABANDONED_MAX + ABANDON_DEATHS
 
     at_gateway(test, fake("a"), deaths_max=3)
 
@@ -369,7 +369,7 @@ def test_requests_that_kill_an_engine_which_serves_requests_in_between_do_not_re
                 await rig.router.generate(a_request(tokens_max=30, task="poison"))
             await rig.router.generate(a_request(tokens_max=2))
         watch.cancel()
-        assert rig.told(EngineRemoved) == []
+        assert rig.events_of(EngineRemoved) == []
 
     at_gateway(test, fake("a"), deaths_max=3)
 
@@ -397,7 +397,7 @@ def test_deaths_of_a_busy_engine_do_not_count_against_requests() -> None:
         requests = [a_request(task=task, tokens_max=100_000) for task in ("told", "other", "other")]
         results = await asyncio.gather(*map(rig.router.generate, requests), return_exceptions=True)
         assert all(isinstance(each, NoEngine) for each in results), results
-        assert len(rig.told(EngineLost)) == 4 and rig.told(RequestDropped) == []
+        assert len(rig.events_of(EngineLost)) == 4 and rig.events_of(RequestDropped) == []
 
     at_gateway(test, Crowded(drawn, name="a", token_s=1.0), deaths_max=4)
 
@@ -430,7 +430,7 @@ def test_an_engine_that_serves_requests_may_refuse_any_number() -> None:
                 await rig.router.generate(a_request(task="refused"))
             if number % (REFUSED_MAX - 1) == 0:
                 await rig.router.generate(a_request(tokens_max=1))
-        assert rig.told(EngineLost) == []
+        assert rig.events_of(EngineLost) == []
 
     at_gateway(test, Choosy(drawn, name="a"))
 
@@ -491,7 +491,7 @@ def test_an_update_changes_the_version_in_the_middle_of_a_request() -> None:
         await rig.router.update(weights(2))
         result = await task
         assert result.versions == (1,) * 4 + (2,) * 6
-        assert [event.version for event in rig.told(EngineUpdated)] == [2]
+        assert [event.version for event in rig.events_of(EngineUpdated)] == [2]
         assert rig.router.statistics().version == 2
 
     at_gateway(test, fake("a", update_s=5.0))
@@ -500,11 +500,11 @@ def test_an_update_changes_the_version_in_the_middle_of_a_request() -> None:
 def test_a_slow_engine_does_not_delay_the_rest() -> None:
     async def test(rig: Rig) -> None:
         update = asyncio.create_task(rig.router.update(weights(2)))
-        await until(lambda: bool(rig.told(EngineUpdated)))
+        await until(lambda: bool(rig.events_of(EngineUpdated)))
         assert not rig.engines["fast"].suspended and rig.engines["slow"].suspended and not update.done()
         await update
-        assert [event.engine for event in rig.told(EngineUpdated)] == ["fast", "slow"]
-        assert rig.told(EngineUpdated)[0].took_s < 2.0
+        assert [event.engine for event in rig.events_of(EngineUpdated)] == ["fast", "slow"]
+        assert rig.events_of(EngineUpdated)[0].took_s < 2.0
 
     at_gateway(test, fake("fast", update_s=1.0), fake("slow", update_s=50.0))
 
@@ -519,8 +519,8 @@ def test_an_engine_that_refuses_accepted_weights_is_restarted_with_them() -> Non
         await until(lambda: rig.engines["a"].alive and rig.engines["a"].version == 2)
         result = await task
         assert result.tokens == drawn(request)
-        assert [event.engine for event in rig.told(EngineLost)] == ["a"]
-        assert "no update" in rig.told(EngineLost)[0].reason
+        assert [event.engine for event in rig.events_of(EngineLost)] == ["a"]
+        assert "no update" in rig.events_of(EngineLost)[0].reason
 
     at_gateway(test, fake("a"), fake("b", update_s=3.0))
 
@@ -540,7 +540,7 @@ def test_weights_that_no_engine_accepts_are_reported_and_all_continue_with_the_p
         assert all(f"{name}: " in str(caught.value) for name in rig.engines)
         result = await task
         assert (result.tokens, set(result.versions)) == (drawn(request), {1})
-        assert rig.told(EngineLost) == []
+        assert rig.events_of(EngineLost) == []
         statistics = rig.router.statistics()
         assert (statistics.version, {kept.version for kept in statistics.engines}) == (1, {1})
         rig.engines["e0"].die()
@@ -597,7 +597,7 @@ def test_an_engine_that_hangs_in_an_update_is_restarted_with_the_new_weights() -
         await rig.router.update(weights(2))
         assert (await task).tokens == drawn(request)
         assert rig.engines["a"].version == 2
-        assert "within 10 s" in rig.told(EngineLost)[0].reason
+        assert "within 10 s" in rig.events_of(EngineLost)[0].reason
 
     at_gateway(test, fake("a"), update_s_max=10.0)
 
@@ -614,7 +614,7 @@ def test_deaths_by_updates_are_not_blamed_on_requests() -> None:
             await rig.router.update(weights(version))
             await until(lambda: all(kept.version == version for kept in rig.router.statistics().engines))  # noqa: B023
         assert (await task).tokens == drawn(request)
-        assert len(rig.told(EngineLost)) == 5 > ABANDON_DEATHS
+        assert len(rig.events_of(EngineLost)) == 5 > ABANDON_DEATHS
 
     at_gateway(test, fake("a"), fake("b"), deaths_max=50)
 
@@ -625,7 +625,7 @@ def test_of_two_updates_the_later_one_wins() -> None:
         await asyncio.gather(*updates)
         assert {engine.version for engine in rig.engines.values()} == {4}
         # Versions in between were left out, or overtaken.
-        assert all(event.version in (2, 4) for event in rig.told(EngineUpdated))
+        assert all(event.version in (2, 4) for event in rig.events_of(EngineUpdated))
 
     at_gateway(test, fake("a", update_s=1.0), fake("b", update_s=7.0))
 

@@ -113,7 +113,7 @@ def asked(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def said(payload: bytes) -> list[float]:
+def logprobs_in(payload: bytes) -> list[float]:
     logprobs: list[float] = json.loads(payload)["logprobs"]
     return logprobs
 
@@ -126,7 +126,7 @@ def test_a_batch_is_answered_as_each_alone_by_a_plain_forward_pass(folder: Path)
     answers = answer_payloads(as_policy(model), [json.dumps(each).encode() for each in questions])
     for each, answer in zip(questions, answers, strict=True):
         right = plain(model, each["tokens"], each["at"], each["temperature"] or 1.0)
-        assert said(answer) == pytest.approx(right, abs=CLOSE)
+        assert logprobs_in(answer) == pytest.approx(right, abs=CLOSE)
 
 
 def test_a_batch_that_is_too_large_is_read_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_batch_that_is_too_large_is_read_in_parts(folder: Path, monkeypatch: p
     in_parts = answer_payloads(teacher, payloads)
     assert read == [2, 1, 1, 1, 1], "two of twelve tokens at most, nineteen only alone with five and twelve"
     for one, other in zip(at_once, in_parts, strict=True):
-        assert said(one) == pytest.approx(said(other), abs=CLOSE)
+        assert logprobs_in(one) == pytest.approx(logprobs_in(other), abs=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None
         questions, answer_payloads(as_policy(built), [json.dumps(each).encode() for each in questions]), strict=True
     ):
         right = plain(lambda tokens: model(tokens).logits, each["tokens"], each["at"], each["temperature"] or 1.0)
-        assert said(answer) == pytest.approx(right, abs=CLOSE)
+        assert logprobs_in(answer) == pytest.approx(right, abs=CLOSE)
 
 
 def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:

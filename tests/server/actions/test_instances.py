@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from tests.client.conftest import why_not
 from tests.managers.functions.conftest import until
-from tests.server.asking import DEADLINE_S, Caller, Tenants, tenants
+from tests.server.http_caller import DEADLINE_S, Caller, Tenants, tenants
 
 import tangram
 from tangram.cli.screen import screen
@@ -66,7 +66,7 @@ class Harness:
 
     async def functions(self, caller: Caller | None = None) -> list[str]:
         """Functions with instances, as a caller sees them, or the admin."""
-        answer = await (caller or self.admin).ask("GET", "/v1/sandboxes")
+        answer = await (caller or self.admin).request("GET", "/v1/sandboxes")
         names = [box["function"] for box in answer.json["sandboxes"] if box["function"]]
         return sorted(name.rpartition(".")[2].partition("-")[0] for name in names)
 
@@ -79,7 +79,7 @@ class Harness:
     async def until_called(self, calls: int) -> None:
         """Wait until the given number of instances serve a call."""
         while True:
-            view = (await self.admin.ask("GET", "/v1/view")).json
+            view = (await self.admin.request("GET", "/v1/view")).json
             if sum(box["active"] for box in view["sandboxes"] if box["function"] and box["actions"]) == calls:
                 return
             await asyncio.sleep(0.01)
@@ -181,7 +181,7 @@ def test_calls_without_memory_wait_for_the_instances_of_other_calls(tmp_path: Pa
     async def test(harness: Harness) -> None:
         assert await asyncio.gather(*(harness.a.call(naps, 0.1) for _ in range(12))) == [0.1] * 12
         assert harness.held_mib == 3 * EACH_MIB
-        view = (await harness.admin.ask("GET", "/v1/view")).json
+        view = (await harness.admin.request("GET", "/v1/view")).json
         assert [box["function"] != "" for box in view["sandboxes"]] == [True] * 3
         assert sum(box["actions"] for box in view["sandboxes"]) == 12, "no instance ended for another call"
 
@@ -199,7 +199,7 @@ def test_calls_wait_while_sandboxes_of_another_run_have_all_memory(tmp_path: Pat
             assert hasty.kind == "timed_out", hasty
             assert harness.scheduler.queue.waiting == 4
         assert await asyncio.gather(*calls) == [4] * 4
-        (sandboxes,) = (await harness.admin.ask("GET", "/v1/view")).json["sandboxes"]
+        (sandboxes,) = (await harness.admin.request("GET", "/v1/view")).json["sandboxes"]
         assert sandboxes["function"] and sandboxes["actions"] == 4 and sandboxes["memory_mib"] == harness.held_mib
 
     play(tmp_path, test)
@@ -261,7 +261,7 @@ def test_revoking_a_run_ends_its_instances_and_frees_their_memory(tmp_path: Path
         assert (await harness.a.call(one), await harness.a.call(two), await harness.b.call(one)) == (1, 2, 1)
         nap = asyncio.create_task(harness.a.try_call(naps, 1000.0))
         await harness.until_called(1)
-        assert (await harness.admin.ask("DELETE", "/v1/runs/alphaville")).status == 204
+        assert (await harness.admin.request("DELETE", "/v1/runs/alphaville")).status == 204
         assert harness.held_mib == EACH_MIB
         assert await harness.functions() == ["one"] == await harness.functions(harness.caller_b)
         with contextlib.suppress(tangram.TangramError):
@@ -336,7 +336,7 @@ def test_a_call_under_way_counts_as_a_sandbox_of_its_run(tmp_path: Path) -> None
 def test_a_cap_that_is_lowered_holds_for_instances_at_once(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         assert (await harness.a.call(one), await harness.a.call(two)) == (1, 2)
-        changed = await harness.admin.ask("PATCH", "/v1/runs/alphaville", {"caps": {"sandboxes_max": 1}})
+        changed = await harness.admin.request("PATCH", "/v1/runs/alphaville", {"caps": {"sandboxes_max": 1}})
         assert changed.status == 200
         await harness.until_functions("two")
         assert await harness.a.call(one) == 1
@@ -352,17 +352,17 @@ def test_instances_are_listed_to_their_run_and_the_admin_with_their_details(tmp_
     async def test(harness: Harness) -> None:
         assert [await harness.a.call(one) for _ in range(3)] == [1, 1, 1]
         for caller in (harness.admin, harness.caller_a):
-            (box,) = (await caller.ask("GET", "/v1/sandboxes")).json["sandboxes"]
+            (box,) = (await caller.request("GET", "/v1/sandboxes")).json["sandboxes"]
             assert box["run"] == "alphaville" and box["spec"]["memory_bytes"] == EACH_MIB * MIB
-            (sandboxes,) = (await caller.ask("GET", "/v1/view")).json["sandboxes"]
+            (sandboxes,) = (await caller.request("GET", "/v1/view")).json["sandboxes"]
             assert (sandboxes["name"], sandboxes["function"]) == (box["name"], box["function"])
             assert (sandboxes["active"], sandboxes["actions"], sandboxes["memory_mib"]) == (0, 3, EACH_MIB)
-        view = msgspec.json.decode((await harness.admin.ask("GET", "/v1/view")).content, type=View)
+        view = msgspec.json.decode((await harness.admin.request("GET", "/v1/view")).content, type=View)
         console = Console(file=io.StringIO(), width=200, record=True)
         console.print(screen(view, harness.admin.address, console))
         assert "sandboxes: 1 open, 0 with a running action, 1 instance of functions" in console.export_text()
         assert await harness.functions(harness.caller_b) == []
-        assert (await harness.caller_b.ask("GET", "/v1/view")).json["sandboxes"] == []
+        assert (await harness.caller_b.request("GET", "/v1/view")).json["sandboxes"] == []
 
     play(tmp_path, test)
 
@@ -370,11 +370,11 @@ def test_instances_are_listed_to_their_run_and_the_admin_with_their_details(tmp_
 def test_the_admin_can_end_an_instance_and_another_run_cannot(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         assert await harness.a.call(one) == 1
-        (box,) = (await harness.admin.ask("GET", "/v1/sandboxes")).json["sandboxes"]
+        (box,) = (await harness.admin.request("GET", "/v1/sandboxes")).json["sandboxes"]
         path = f"/v1/sandboxes/{box['name']}"
-        assert (await harness.caller_b.ask("DELETE", path)).status == 404
+        assert (await harness.caller_b.request("DELETE", path)).status == 404
         assert await harness.functions() == ["one"]
-        assert (await harness.admin.ask("DELETE", path, run="alphaville")).status == 204
+        assert (await harness.admin.request("DELETE", path, run="alphaville")).status == 204
         assert harness.held_mib == 0 and await harness.functions() == []
         assert await harness.a.call(one) == 1
 
@@ -385,8 +385,8 @@ def test_a_call_whose_instance_is_ended_is_repeated_in_another(tmp_path: Path) -
     async def test(harness: Harness) -> None:
         nap = asyncio.create_task(harness.a.try_call(naps, 1.0))
         await harness.until_called(1)
-        (box,) = (await harness.admin.ask("GET", "/v1/sandboxes")).json["sandboxes"]
-        await harness.admin.ask("DELETE", f"/v1/sandboxes/{box['name']}", run="alphaville")
+        (box,) = (await harness.admin.request("GET", "/v1/sandboxes")).json["sandboxes"]
+        await harness.admin.request("DELETE", f"/v1/sandboxes/{box['name']}", run="alphaville")
         assert (await nap).check() == 1.0
 
     play(tmp_path, test)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import pytest
-from tests.server.asking import (
+from tests.server.http_caller import (
     ADMIN_TOKEN,
     DEADLINE_S,
     Answer,
@@ -80,7 +80,7 @@ def test_a_submission_that_is_repeated_after_its_end_is_answered_with_its_result
             await caller.open()
             first = await caller.run("it", "echo once")
             again = [await caller.run("it", "echo once") for _ in range(3)]
-            looked = await caller.ask("GET", "/v1/actions/it")
+            looked = await caller.request("GET", "/v1/actions/it")
             assert {answer.content for answer in (*again, looked)} == {first.content}
             assert len(commands(up)) == 1
 
@@ -93,9 +93,9 @@ def test_after_a_result_was_acknowledged_it_may_be_deleted_but_nothing_runs_agai
             await caller.open()
             await caller.run("it", "echo once")
             for _ in range(2):
-                assert (await caller.ask("POST", "/v1/acknowledge", {"actions": ["it", "never"]})).status == 204
+                assert (await caller.request("POST", "/v1/acknowledge", {"actions": ["it", "never"]})).status == 204
             await up.action_service.journal.compact()
-            response = await caller.ask("GET", "/v1/actions/it", wait_s=0)
+            response = await caller.request("GET", "/v1/actions/it", wait_s=0)
             assert response.status == 200 or response.code == "not_found"
             assert len(commands(up)) == 1
 
@@ -107,8 +107,8 @@ def test_what_is_under_way_cannot_be_acknowledged_away(tmp_path: Path) -> None:
         async with local_service(tmp_path) as caller:
             await caller.open()
             await caller.run("it", "sleep 2; echo once", wait_s=0)
-            assert (await caller.ask("POST", "/v1/acknowledge", {"actions": ["it"]})).status == 204
-            assert (await caller.ask("GET", "/v1/actions/it")).json["settled"]["executed"]["stdout"] == "b25jZQo="
+            assert (await caller.request("POST", "/v1/acknowledge", {"actions": ["it"]})).status == 204
+            assert (await caller.request("GET", "/v1/actions/it")).json["settled"]["executed"]["stdout"] == "b25jZQo="
 
     asyncio.run(main())
 
@@ -146,10 +146,10 @@ def test_results_outlive_the_service_and_belong_to_their_run(tmp_path: Path) -> 
             open_caller(up.address) as caller,
         ):
             a, b = (Caller(caller.session, up.address, each.token) for each in callers)
-            assert (await a.ask("GET", "/v1/actions/it")).content == first.content
+            assert (await a.request("GET", "/v1/actions/it")).content == first.content
             assert (await a.run("it", "echo once")).content == first.content
             assert (await a.run("it", "echo other")).code == "conflict"
-            assert (await b.ask("GET", "/v1/actions/it", wait_s=0)).code == "not_found"
+            assert (await b.request("GET", "/v1/actions/it", wait_s=0)).code == "not_found"
             assert commands(up) == []
 
     asyncio.run(later(*asyncio.run(main())))
@@ -270,7 +270,7 @@ def test_a_service_that_is_restarted_between_brings_what_was_submitted_before(tm
             async with serving(tmp_path, drain_s=0.0) as up, open_caller(up.address) as admin:
                 way.target = up.address
                 await client.__aenter__()
-                await admin.ask("PATCH", "/v1/pools/cpu@local", {"total": 0})  # so that it waits
+                await admin.request("PATCH", "/v1/pools/cpu@local", {"total": 0})  # so that it waits
                 using = asyncio.create_task(opened_and_used(client))
                 await until(lambda: up.action_service.orchestrator.decider.queue.waiting > 0)  # type: ignore[attr-defined]
             async with serving(tmp_path) as up:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.server.asking import DEADLINE_S, line, local_service, open_ports, until
+from tests.server.http_caller import DEADLINE_S, line, local_service, open_ports, until
 
 from tangram.processes.streams import STDERR, STDOUT
 from tangram.runtime.wire import OutputChunk
@@ -161,10 +161,10 @@ def test_output_is_followed_over_http_while_it_comes_and_after_its_end(tmp_path:
                 assert response.headers["content-type"] == "application/x-ndjson"
                 first = msgspec.json.decode(await response.content.readline(), type=OutputChunk)
                 assert (first.stream, first.data) == ("stdout", b"one\n")
-                await caller.ask("POST", "/v1/actions/it/cancel")
+                await caller.request("POST", "/v1/actions/it/cancel")
                 last = [msgspec.json.decode(said, type=OutputChunk) async for said in response.content][-1]
                 assert last == OutputChunk(offset=4)
-            output = await caller.ask("GET", "/v1/actions/it/output", after=2)
+            output = await caller.request("GET", "/v1/actions/it/output", after=2)
             lines = [msgspec.json.decode(said, type=OutputChunk) for said in output.content.splitlines()]
             assert lines[0].data == b"e\n" and lines[-1].stream == ""
 
@@ -186,7 +186,7 @@ def test_a_follower_that_does_not_read_blocks_nothing_and_is_disconnected(
             idle.stop_reading()
             assert idle.port in ports
             await caller.run("go", "touch go")
-            response = await caller.ask("GET", "/v1/actions/it", wait_s=30)
+            response = await caller.request("GET", "/v1/actions/it", wait_s=30)
             assert response.json["settled"]["executed"]["stdout_bytes"] == 64 << 20
             await until(lambda: idle.port not in ports)
 

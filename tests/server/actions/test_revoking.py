@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.server.asking import ADMIN_TOKEN, make_run, open_caller, tenants, token_file
+from tests.server.http_caller import ADMIN_TOKEN, make_run, open_caller, tenants, token_file
 from tests.server.shared import config_of, keeping, note_box, note_exec, serving
 
 from tangram.core.action import Action, Outcome, Status
@@ -47,23 +47,23 @@ def test_a_run_of_which_something_cannot_be_ended_keeps_its_name_and_can_be_revo
             await b.open()
             await a.run("secret", "echo hidden", sandbox="another")
             await a.submit("c", {"type": "Commit", "image": "mine"}, sandbox="another")
-            failed = await admin.ask("DELETE", f"/v1/runs/{a.name}")
+            failed = await admin.request("DELETE", f"/v1/runs/{a.name}")
             assert failed.code == "manager_failed" and "stuck: its directory is not empty" in failed.error["message"]
             assert "not ended sandbox alphaville/stuck: its directory is not empty" in caplog.text
-            left = (await admin.ask("GET", "/v1/sandboxes")).json["sandboxes"]
+            left = (await admin.request("GET", "/v1/sandboxes")).json["sandboxes"]
             assert sorted(box["name"] for box in left) == ["alphaville/stuck", "bogota/box"]
-            runs = (await admin.ask("GET", "/v1/runs")).json["runs"]
+            runs = (await admin.request("GET", "/v1/runs")).json["runs"]
             assert {run["name"]: run.get("ending", False) for run in runs} == {a.name: True, b.name: False}
-            assert (await a.ask("GET", "/v1/about")).code == "unauthorized"
-            assert (await admin.ask("POST", f"/v1/runs/{a.name}", {})).error["limit"] == "run_ending"
-            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).code == "manager_failed"
+            assert (await a.request("GET", "/v1/about")).code == "unauthorized"
+            assert (await admin.request("POST", f"/v1/runs/{a.name}", {})).error["limit"] == "run_ending"
+            assert (await admin.request("DELETE", f"/v1/runs/{a.name}")).code == "manager_failed"
             stuck = False
-            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
+            assert (await admin.request("DELETE", f"/v1/runs/{a.name}")).status == 204
             other = await make_run(admin, a.name)
-            assert (await other.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
-            assert (await other.ask("GET", "/v1/actions/secret", wait_s=0)).code == "not_found"
-            assert (await other.ask("DELETE", "/v1/images/mine")).code == "not_found"
-            assert len((await b.ask("GET", "/v1/sandboxes")).json["sandboxes"]) == 1
+            assert (await other.request("GET", "/v1/sandboxes")).json == {"sandboxes": []}
+            assert (await other.request("GET", "/v1/actions/secret", wait_s=0)).code == "not_found"
+            assert (await other.request("DELETE", "/v1/images/mine")).code == "not_found"
+            assert len((await b.request("GET", "/v1/sandboxes")).json["sandboxes"]) == 1
 
     asyncio.run(main())
 
@@ -92,10 +92,10 @@ def test_an_interrupted_revocation_is_completed_before_the_service_answers(
             assert closed == ["code/box"]
             assert up.recovery_report.queued == up.recovery_report.rerun == 0
             code = await make_run(admin, "code")
-            assert (await code.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
+            assert (await code.request("GET", "/v1/sandboxes")).json == {"sandboxes": []}
             for id in ("done", "queued", "running"):
-                assert (await code.ask("GET", f"/v1/actions/{id}", wait_s=0)).code == "not_found"
-            boxes = (await admin.ask("GET", "/v1/sandboxes")).json["sandboxes"]
+                assert (await code.request("GET", f"/v1/actions/{id}", wait_s=0)).code == "not_found"
+            boxes = (await admin.request("GET", "/v1/sandboxes")).json["sandboxes"]
             assert [box["name"] for box in boxes] == ["math/box"]
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from tests.server.asking import DEADLINE_S, Caller, local_service, open_caller, until
+from tests.server.http_caller import DEADLINE_S, Caller, local_service, open_caller, until
 from tests.server.shared import serving
 
 from tangram.clock import SimClock
@@ -44,7 +44,7 @@ class SlowOpenings:
 
 
 async def memory_held(caller: Caller) -> int:
-    pools = (await caller.ask("GET", "/v1/view")).json["pools"]
+    pools = (await caller.request("GET", "/v1/view")).json["pools"]
     return sum(int(pool["held"]) for pool in pools if pool["kind"] == "memory")
 
 
@@ -58,7 +58,7 @@ def test_a_sandbox_that_is_ended_while_it_is_opened_leaves_nothing_and_its_name_
             opening = asyncio.create_task(caller.submit("o", OPEN, sandbox="box"))
             await until(lambda: slow.begun == 1)
             if how == "deleted":
-                ending = asyncio.create_task(caller.ask("DELETE", "/v1/sandboxes/box"))
+                ending = asyncio.create_task(caller.request("DELETE", "/v1/sandboxes/box"))
             else:
                 ending = asyncio.create_task(caller.submit("c", {"type": "Close"}, sandbox="box"))
                 await caller.until("c", "queued")
@@ -68,7 +68,7 @@ def test_a_sandbox_that_is_ended_while_it_is_opened_leaves_nothing_and_its_name_
             assert (await ending).status in (200, 204)
             assert (await opening).json["state"] == "settled"
             assert slow.manager.sandboxes() == () and await memory_held(caller) == 0
-            assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
+            assert (await caller.request("GET", "/v1/sandboxes")).json == {"sandboxes": []}
             await caller.open("box")
             assert len(slow.manager.sandboxes()) == 1
 
@@ -87,9 +87,9 @@ def test_a_sandbox_that_is_deleted_before_its_opening_has_begun_is_not_opened(
             await caller.until("held", "running")
             opening = asyncio.create_task(caller.submit("o", OPEN, sandbox="late"))
             await caller.until("o", "queued")
-            assert (await caller.ask("DELETE", "/v1/sandboxes/late")).status == 204
+            assert (await caller.request("DELETE", "/v1/sandboxes/late")).status == 204
             assert (await opening).json["settled"]["outcome"]["status"] == "cancelled"
-            await caller.ask("POST", "/v1/actions/held/cancel")
+            await caller.request("POST", "/v1/actions/held/cancel")
             assert (await caller.run("after", "true")).json["state"] == "settled"
             assert slow.begun == 1 and len(slow.manager.sandboxes()) == 1
 
@@ -146,14 +146,14 @@ def test_a_service_that_goes_down_waits_for_work_on_files_and_has_all_else_tried
         async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as service:
             up = await service.enter_async_context(serving(tmp_path))
             async with open_caller(up.address) as caller:
-                assert (await caller.ask("POST", "/v1/runs/math", {})).status == 201
+                assert (await caller.request("POST", "/v1/runs/math", {})).status == 201
                 await caller.open()
-                writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
+                writing = asyncio.create_task(caller.request("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
                 await slow.begun.wait()
                 leaving = asyncio.create_task(service.aclose())
                 await until(lambda: up.action_service.drain_gate.is_closed)
                 for method, path in LATE:
-                    late = await caller.ask(method, path, body=b"x" if method in ("PUT", "POST") else None)
+                    late = await caller.request(method, path, body=b"x" if method in ("PUT", "POST") else None)
                     assert (late.status, late.code) == (503, "draining") and late.error["retry"], (method, path, late)
                 assert not has_left(slow.manager)
                 slow.go_on.set()
@@ -176,7 +176,7 @@ def test_work_on_files_that_outlasts_the_service_is_to_be_tried_again(
             up = await service.enter_async_context(serving(tmp_path))
             async with open_caller(up.address) as caller:
                 await caller.open()
-                writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
+                writing = asyncio.create_task(caller.request("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
                 await slow.begun.wait()
                 leaving = asyncio.create_task(service.aclose())
                 await until(lambda: has_left(slow.manager))
@@ -192,7 +192,7 @@ def test_a_sandbox_is_in_use_during_file_work(tmp_path: Path, monkeypatch: pytes
         slow, clock = SlowWrites(monkeypatch), SimClock()
         async with serving(tmp_path, clock=clock) as up, open_caller(up.address) as caller:
             await caller.open()
-            writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
+            writing = asyncio.create_task(caller.request("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
             await slow.begun.wait()
             clock.set(2 * up.action_service.limits.sandbox_idle_s)
             await up.action_service.sweep()
@@ -200,7 +200,7 @@ def test_a_sandbox_is_in_use_during_file_work(tmp_path: Path, monkeypatch: pytes
             assert (await writing).status == 204
             clock.set(4 * up.action_service.limits.sandbox_idle_s)
             await up.action_service.sweep()
-            assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
+            assert (await caller.request("GET", "/v1/sandboxes")).json == {"sandboxes": []}
 
     asyncio.run(main())
 
@@ -214,7 +214,7 @@ def test_messages_of_a_manager_name_a_sandbox_as_its_caller_does(
         slow.go_on.set()
         async with local_service(tmp_path) as caller:
             await caller.open()
-            failed = await caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x")
+            failed = await caller.request("PUT", "/v1/sandboxes/box/files", body=b"x", path="x")
             assert failed.error["message"] == "sandbox box is gone: its first process ended with 9"
 
     asyncio.run(main())

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 import pytest
 from tests.client.conftest import why_not
-from tests.server.asking import Answer, Caller, Line, line, make_run, tenants
+from tests.server.http_caller import Answer, Caller, Line, line, make_run, tenants
 
 from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota
@@ -53,10 +53,10 @@ SEEN = [
 async def furnish(a: Caller) -> None:
     """Run A with one of everything."""
     await a.open("secretbox")
-    await a.ask("PUT", "/v1/sandboxes/secretbox/files", body=b"hidden content", path="secretfile")
+    await a.request("PUT", "/v1/sandboxes/secretbox/files", body=b"hidden content", path="secretfile")
     done = await a.submit("secretaction-commit", {"type": "Commit", "image": "secretimage"}, sandbox="secretbox")
     assert done.json["settled"]["outcome"]["status"] == "succeeded"
-    await a.ask("PUT", "/v1/image-keys/secretkey", {"name": "secretimage"})
+    await a.request("PUT", "/v1/image-keys/secretkey", {"name": "secretimage"})
     words = {"task": "secrettask", "trajectory": "secrettraj", "key": "secretkey"}
     await a.run("secretaction-done", "echo hidden content", sandbox="secretbox", follow=True, **words)
     await a.run("secretaction", "sleep 1000", sandbox="secretbox", wait_s=0, follow=True, **words)
@@ -66,7 +66,7 @@ async def furnish(a: Caller) -> None:
     await a.until("secretaction-hold", "running")
 
 
-def asks(action: str, box: str, image: str, key: str) -> list[tuple[str, str, Any]]:
+def requests_naming(action: str, box: str, image: str, key: str) -> list[tuple[str, str, Any]]:
     """Every address at which something is named."""
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as writer:
@@ -107,11 +107,11 @@ def submissions(action: str, box: str, image: str) -> list[dict[str, Any]]:
     ]
 
 
-async def said(caller: Caller, asked: tuple[str, str, Any]) -> Answer:
-    method, path, content = asked
+async def send_request(caller: Caller, request: tuple[str, str, Any]) -> Answer:
+    method, path, content = request
     if isinstance(content, bytes):
-        return await caller.ask(method, path, body=content)
-    return await caller.ask(method, path, content)
+        return await caller.request(method, path, body=content)
+    return await caller.request(method, path, content)
 
 
 WAYS = [
@@ -132,11 +132,11 @@ def test_sandboxes_of_other_runs_and_missing_sandboxes_have_the_same_error(tmp_p
     async def main() -> None:
         async with tenants(tmp_path, quotas=[Quota("search", 4)]) as (_, _, a, b):
             await furnish(a)
-            before = (await a.ask("GET", "/v1/view")).json
+            before = (await a.request("GET", "/v1/view")).json
             real = [WAYS[way](name) for name in ("secretaction", "secretbox", "secretimage", "secretkey")]
             made_up = [WAYS[way](name) for name in ("nosuchaction", "nosuchbox", "nosuchimage", "nosuchkey")]
-            for there, nowhere in zip(asks(*real), asks(*made_up), strict=True):
-                responses, nothing = await said(b, there), await said(b, nowhere)
+            for there, nowhere in zip(requests_naming(*real), requests_naming(*made_up), strict=True):
+                responses, nothing = await send_request(b, there), await send_request(b, nowhere)
                 assert (responses.status, neutral(responses)) == (nothing.status, neutral(nothing)), there
                 assert responses.status == 204 or responses.status >= 400 or responses.json == {"name": ""}, (
                     there,
@@ -144,17 +144,17 @@ def test_sandboxes_of_other_runs_and_missing_sandboxes_have_the_same_error(tmp_p
                 )
                 assert b"hidden content" not in responses.content
             for one, other in zip(submissions(*real[:3]), submissions(*made_up[:3]), strict=True):
-                responses = await b.ask("POST", "/v1/actions", one, wait_s=30)
-                nothing = await b.ask("POST", "/v1/actions", other | {"id": f"{other['id']}-2"[-90:]}, wait_s=30)
+                responses = await b.request("POST", "/v1/actions", one, wait_s=30)
+                nothing = await b.request("POST", "/v1/actions", other | {"id": f"{other['id']}-2"[-90:]}, wait_s=30)
                 assert (responses.status, neutral(responses)) == (nothing.status, neutral(nothing)), one
             # And nothing has happened to it.
-            after = (await a.ask("GET", "/v1/view")).json
+            after = (await a.request("GET", "/v1/view")).json
             assert (after["running_total"], after["sandboxes_total"]) == (before["running_total"], 1)
-            assert (await a.ask("GET", "/v1/actions/secretaction", wait_s=0)).json["state"] == "running"
-            assert (await a.ask("GET", "/v1/actions/secretaction-hold", wait_s=0)).json["state"] == "running"
-            content = await a.ask("GET", "/v1/sandboxes/secretbox/files", path="secretfile")
+            assert (await a.request("GET", "/v1/actions/secretaction", wait_s=0)).json["state"] == "running"
+            assert (await a.request("GET", "/v1/actions/secretaction-hold", wait_s=0)).json["state"] == "running"
+            content = await a.request("GET", "/v1/sandboxes/secretbox/files", path="secretfile")
             assert content.content == b"hidden content"
-            assert (await a.ask("GET", "/v1/image-keys/secretkey")).json == {"name": "secretimage"}
+            assert (await a.request("GET", "/v1/image-keys/secretkey")).json == {"name": "secretimage"}
             pool = next(pool for pool in after["pools"] if pool["name"] == "search")
             assert pool["total"] == 4, "advice of a run that holds nothing counted"
 
@@ -183,14 +183,14 @@ def test_a_name_of_one_run_is_free_for_all_other_runs(tmp_path: Path) -> None:
             await b.open("secretbox")
             response = await b.run("secretaction", "echo mine", sandbox="secretbox")
             assert response.json["settled"]["executed"]["stdout"] == "bWluZQo="
-            assert (await b.ask("GET", "/v1/sandboxes/secretbox/list", path=".")).json == {"entries": []}
-            assert (await b.ask("DELETE", "/v1/sandboxes/secretbox")).status == 204
+            assert (await b.request("GET", "/v1/sandboxes/secretbox/list", path=".")).json == {"entries": []}
+            assert (await b.request("DELETE", "/v1/sandboxes/secretbox")).status == 204
             assert (
-                await b.ask("POST", "/v1/acknowledge", {"actions": ["secretaction", "secretaction-done"]})
+                await b.request("POST", "/v1/acknowledge", {"actions": ["secretaction", "secretaction-done"]})
             ).status == 204
-            assert (await a.ask("GET", "/v1/sandboxes/secretbox")).json["name"] == "secretbox"
-            assert (await a.ask("GET", "/v1/actions/secretaction-done", wait_s=0)).json["state"] == "settled"
-            assert (await a.ask("GET", "/v1/actions/secretaction", wait_s=0)).json["state"] == "running"
+            assert (await a.request("GET", "/v1/sandboxes/secretbox")).json["name"] == "secretbox"
+            assert (await a.request("GET", "/v1/actions/secretaction-done", wait_s=0)).json["state"] == "settled"
+            assert (await a.request("GET", "/v1/actions/secretaction", wait_s=0)).json["state"] == "running"
 
     asyncio.run(main())
 
@@ -198,7 +198,7 @@ def test_a_name_of_one_run_is_free_for_all_other_runs(tmp_path: Path) -> None:
 def test_a_run_sees_that_other_runs_hold_units_but_none_of_their_names(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, quotas=[Quota("search", 1)], cores=2.0) as (_, admin, a, b):
-            await admin.ask("PATCH", f"/v1/runs/{a.name}", {"caps": {"running_max": 3}})
+            await admin.request("PATCH", f"/v1/runs/{a.name}", {"caps": {"running_max": 3}})
             await furnish(a)
             await b.open()
             whole = {"pools": {"cpu": {"min": 2000, "max": 2000}}}
@@ -207,17 +207,17 @@ def test_a_run_sees_that_other_runs_hold_units_but_none_of_their_names(tmp_path:
             hold = {"pools": {"search": {"min": 1, "max": 1}}}
             await b.submit("mine-hold", {"type": "Hold"}, 0, demand=hold)
             for path in SEEN:
-                response = await b.ask("GET", path)
+                response = await b.request("GET", path)
                 assert response.status == 200
                 for secret in SECRETS:
                     assert secret not in response.content.decode(), (path, secret)
-            view = (await b.ask("GET", "/v1/view")).json
+            view = (await b.request("GET", "/v1/view")).json
             holders = [holder for pool in view["pools"] for holder in pool["holders"]]
             assert {holder["run"] for holder in holders} == {HIDDEN_NAME, b.name}
             assert all(holder["id"] == HIDDEN_NAME for holder in holders if holder["run"] == HIDDEN_NAME)
             assert {run["name"] for run in view["runs"]} == {HIDDEN_NAME, b.name}
             assert all(action["run"] == b.name for action in (*view["running"], *view["waiting"]))
-            everything = (await admin.ask("GET", "/v1/view")).content.decode()
+            everything = (await admin.request("GET", "/v1/view")).content.decode()
             assert a.name in everything and "secretbox" in everything
 
     asyncio.run(main())
@@ -239,9 +239,9 @@ def test_error_messages_name_nothing_of_other_runs(tmp_path: Path, backend: str)
             await b.run("first", "sleep 1000", wait_s=0)
             await b.until("first", "running")
             await b.submit("late", {"type": "Open", "spec": {"image": "mine"}}, 0, sandbox="late")
-            assert (await b.ask("DELETE", "/v1/images/mine")).status == 204
-            await b.ask("POST", "/v1/actions/first/cancel")
-            response = await b.ask("GET", "/v1/actions/late", wait_s=30)
+            assert (await b.request("DELETE", "/v1/images/mine")).status == 204
+            await b.request("POST", "/v1/actions/first/cancel")
+            response = await b.request("GET", "/v1/actions/late", wait_s=30)
             ended = response.json["settled"]
             assert ended["outcome"]["status"] != "succeeded" and "mine" in response.content.decode()
             for secret in SECRETS:
@@ -257,17 +257,17 @@ def test_a_run_that_ends_takes_everything_along_and_leaves_other_runs_alone(tmp_
             await b.open()
             await b.run("mine", "echo b")
             await b.submit("c", {"type": "Commit", "image": "mine"}, sandbox="box")
-            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
-            view = (await admin.ask("GET", "/v1/view")).json
+            assert (await admin.request("DELETE", f"/v1/runs/{a.name}")).status == 204
+            view = (await admin.request("GET", "/v1/view")).json
             assert [box["run"] for box in view["sandboxes"]] == [b.name] and view["running_total"] == 0
-            again = (await admin.ask("POST", f"/v1/runs/{a.name}", {})).json["token"]
+            again = (await admin.request("POST", f"/v1/runs/{a.name}", {})).json["token"]
             other = Caller(a.session, a.address, again, a.name)
-            for request in asks("secretaction", "secretbox", "secretimage", "secretkey"):
-                response = await said(other, request)
+            for request in requests_naming("secretaction", "secretbox", "secretimage", "secretkey"):
+                response = await send_request(other, request)
                 assert response.status == 204 or response.status >= 400 or response.json == {"name": ""}, request
-            assert (await other.ask("GET", "/v1/actions/secretaction-done", wait_s=0)).code == "not_found"
-            assert (await b.ask("GET", "/v1/actions/mine", wait_s=0)).json["state"] == "settled"
-            assert (await b.ask("DELETE", "/v1/images/mine")).status == 204
+            assert (await other.request("GET", "/v1/actions/secretaction-done", wait_s=0)).code == "not_found"
+            assert (await b.request("GET", "/v1/actions/mine", wait_s=0)).json["state"] == "settled"
+            assert (await b.request("DELETE", "/v1/images/mine")).status == 204
 
     asyncio.run(main())
 
@@ -307,22 +307,22 @@ def test_what_is_under_way_when_its_run_is_revoked_comes_to_nothing(tmp_path: Pa
         async with tenants(tmp_path, quotas=[Quota("search", 4)]) as (up, admin, a, _), line(up.address) as raw:
             await a.open()
             await begin(raw, a.token, method, path, body)
-            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
+            assert (await admin.request("DELETE", f"/v1/runs/{a.name}")).status == 204
             other = await make_run(admin, a.name) if again else None
             if other is not None:
                 await other.open()
             await raw.send(body[5:])
             status, response = await raw.answer()
-            unknown = await Caller(a.session, a.address, "tgr_unknown").ask("GET", "/v1/about")
+            unknown = await Caller(a.session, a.address, "tgr_unknown").request("GET", "/v1/about")
             assert (status, response) == (401, unknown.content)
             other = other or await make_run(admin, a.name)
-            shown = (await other.ask("GET", "/v1/sandboxes")).json["sandboxes"]
+            shown = (await other.request("GET", "/v1/sandboxes")).json["sandboxes"]
             assert [box["name"] for box in shown] == (["box"] if again else [])
             for id in ("o", "e"):
-                assert (await other.ask("GET", f"/v1/actions/{id}", wait_s=0)).code == "not_found"
+                assert (await other.request("GET", f"/v1/actions/{id}", wait_s=0)).code == "not_found"
             if again:
-                assert (await other.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
-            assert (await other.ask("GET", "/v1/image-keys/late")).json == {"name": ""}
+                assert (await other.request("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
+            assert (await other.request("GET", "/v1/image-keys/late")).json == {"name": ""}
             refused = await other.submit("x", {"type": "Open", "spec": {"image": "none"}}, sandbox="x")
             assert refused.error["expected"] == "one of 'host'"
 
@@ -344,13 +344,13 @@ def test_an_image_that_is_being_added_when_its_run_is_revoked_is_discarded(
 
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, b):
-            added = asyncio.create_task(a.ask("POST", "/v1/images", body=b"tar"))
+            added = asyncio.create_task(a.request("POST", "/v1/images", body=b"tar"))
             await adding.wait()
-            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
+            assert (await admin.request("DELETE", f"/v1/runs/{a.name}")).status == 204
             other = await make_run(admin, a.name)
             go_on.set()
             assert (await added).code == "unauthorized"
-            name = (await b.ask("POST", "/v1/images", body=b"tar")).json["name"]
+            name = (await b.request("POST", "/v1/images", body=b"tar")).json["name"]
             await b.open("from-image", image=name)
             refused = await other.submit("o", {"type": "Open", "spec": {"image": name}}, sandbox="box")
             assert refused.error["field"] == "sandbox.image"
@@ -362,17 +362,17 @@ def test_equal_images_of_two_runs_are_two_names_and_either_may_go_first(tmp_path
     async def main() -> None:
         async with tenants(tmp_path, backend="fake") as (_, _, a, b):
             for caller in (a, b):
-                added = await caller.ask("POST", "/v1/images", body=b"tar")
+                added = await caller.request("POST", "/v1/images", body=b"tar")
                 name = added.json["name"]
                 assert name.startswith("image-")
-                assert (await caller.ask("PUT", "/v1/image-keys/base", {"name": name})).status == 204
-                assert (await caller.ask("GET", "/v1/image-keys/base")).json == {"name": name}
+                assert (await caller.request("PUT", "/v1/image-keys/base", {"name": name})).status == 204
+                assert (await caller.request("GET", "/v1/image-keys/base")).json == {"name": name}
                 await caller.open("from-image", image=name)
-                shown = (await caller.ask("GET", "/v1/sandboxes")).content.decode()
+                shown = (await caller.request("GET", "/v1/sandboxes")).content.decode()
                 others = {a.name, b.name} - {caller.name}
                 assert not [other for other in others if other in shown]
-            assert (await a.ask("DELETE", f"/v1/images/{name}")).status == 404, "that is a name of b"
-            assert (await b.ask("DELETE", f"/v1/images/{name}")).status == 204
+            assert (await a.request("DELETE", f"/v1/images/{name}")).status == 404, "that is a name of b"
+            assert (await b.request("DELETE", f"/v1/images/{name}")).status == 204
 
     asyncio.run(main())
 
@@ -385,7 +385,7 @@ def test_the_admin_sees_the_sandboxes_of_all_runs_or_of_the_one_that_it_names(tm
 
             async def shown(**query: str) -> list[str]:
                 return sorted(
-                    box["name"] for box in (await admin.ask("GET", "/v1/sandboxes", **query)).json["sandboxes"]
+                    box["name"] for box in (await admin.request("GET", "/v1/sandboxes", **query)).json["sandboxes"]
                 )
 
             assert await shown() == [f"{a.name}/one", f"{b.name}/other"]
@@ -400,13 +400,13 @@ def test_a_run_whose_name_is_a_prefix_of_another_is_separate(tmp_path: Path) -> 
             await a.open("box")
             await a.run("it", "echo hidden content")
             for name in ("alpha", "alphaville-2", "a", "ville"):
-                made = (await admin.ask("POST", f"/v1/runs/{name}", {})).json
+                made = (await admin.request("POST", f"/v1/runs/{name}", {})).json
                 caller = Caller(a.session, a.address, made["token"], name)
                 tails = [a.name.removeprefix(name), "ville/it", "-2/it", "it", "ville%2Fit"]
                 for action, path in itertools.product(tails, ("", "/story", "/output")):
-                    response = await caller.ask("GET", f"/v1/actions/{action or 'x'}{path}", wait_s=0)
+                    response = await caller.request("GET", f"/v1/actions/{action or 'x'}{path}", wait_s=0)
                     assert response.status in (404, 422) and b"hidden" not in response.content
-                assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
-                assert (await caller.ask("GET", "/v1/timeline")).json["rows"] == []
+                assert (await caller.request("GET", "/v1/sandboxes")).json == {"sandboxes": []}
+                assert (await caller.request("GET", "/v1/timeline")).json["rows"] == []
 
     asyncio.run(main())

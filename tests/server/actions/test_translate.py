@@ -35,7 +35,7 @@ words = st.from_regex(NAME, fullmatch=True).map(lambda name: name[:100])
 runs = st.from_regex(RUN, fullmatch=True)
 
 
-def said(caller: Principal = A, rules: AdmissionPolicy = RULES, **fields: Any) -> Any:
+def translated(caller: Principal = A, rules: AdmissionPolicy = RULES, **fields: Any) -> Any:
     record = {"id": "it", "work": {"type": "Exec", "command": "true"}, "sandbox": "box"} | fields
     submission = msgspec.json.decode(msgspec.json.encode(record), type=Submission)
     return translate(submission, caller, TenantNamespace(caller.tenant, IMAGES), rules)
@@ -105,40 +105,40 @@ def test_images_are_those_of_the_caller() -> None:
 
 
 def test_a_commit_makes_an_image_of_its_run() -> None:
-    _, work = said(work={"type": "Commit", "image": "fresh"})
+    _, work = translated(work={"type": "Commit", "image": "fresh"})
     assert work == Commit(image="a:fresh")
     with pytest.raises(InvalidAction):
-        said(work={"type": "Commit", "image": "b:other"})
+        translated(work={"type": "Commit", "image": "b:other"})
 
 
 def test_a_run_acts_in_its_own_name_only() -> None:
-    action, _ = said()
+    action, _ = translated()
     assert (action.id, action.run, action.sandbox) == ("a/it", "a", "a/box")
     with pytest.raises(InvalidAction, match="run"):
-        said(run="b")
-    action, _ = said(ADMIN, run="b")
+        translated(run="b")
+    action, _ = translated(ADMIN, run="b")
     assert (action.id, action.run) == ("admin/it", "b")
 
 
 def test_kinds_are_not_made_up() -> None:
-    assert said(kind="server")[0].kind == "server"
+    assert translated(kind="server")[0].kind == "server"
     for kind in ("open", "prepare", "warm", "exec2", "EXEC"):
         with pytest.raises(InvalidAction, match="kind"):
-            said(kind=kind)
+            translated(kind=kind)
     assert all(kinds for kinds in KINDS_BY_WORK.values())
 
 
 def test_the_demand_of_each_operation_matches_its_work() -> None:
     with pytest.raises(InvalidAction, match="demand"):
-        said(demand={"pools": {"cpu": {"min": 1, "max": 1}, "gpu": {"min": 1, "max": 1}}})
+        translated(demand={"pools": {"cpu": {"min": 1, "max": 1}, "gpu": {"min": 1, "max": 1}}})
     with pytest.raises(InvalidAction, match="demand"):
-        said(work={"type": "Hold"}, sandbox="", demand={"pools": {"cpu": {"min": 1, "max": 1}}})
+        translated(work={"type": "Hold"}, sandbox="", demand={"pools": {"cpu": {"min": 1, "max": 1}}})
     with pytest.raises(InvalidAction, match="demand"):
-        said(demand={"pools": {"running/b": {"min": 1, "max": 1}}})
-    action, _ = said(work={"type": "Hold"}, sandbox="", demand={"pools": {"search": {"min": 1, "max": 1}}})
+        translated(demand={"pools": {"running/b": {"min": 1, "max": 1}}})
+    action, _ = translated(work={"type": "Hold"}, sandbox="", demand={"pools": {"search": {"min": 1, "max": 1}}})
     assert action.demand.pools == {"search": fixed(1)}
     for pool in ("function/b/x", "endpoint/b/x"):
-        action, _ = said(demand={"pools": {"cpu": {"min": 1, "max": 1}, pool: {"min": 1, "max": 1}}})
+        action, _ = translated(demand={"pools": {"cpu": {"min": 1, "max": 1}, pool: {"min": 1, "max": 1}}})
         assert list(action.demand.pools) == ["cpu"]  # the name that a client gives the pool of its function is ignored
 
 
@@ -153,40 +153,42 @@ def test_the_demand_of_each_operation_matches_its_work() -> None:
 )
 def test_absurd_amounts_are_refused(amounts: dict[str, Any]) -> None:
     with pytest.raises(InvalidAction, match="demand"):
-        said(demand={"pools": {"cpu": amounts}})
+        translated(demand={"pools": {"cpu": amounts}})
 
 
 def test_operations_on_sandboxes_have_their_own_demand() -> None:
     """Opening a sandbox cannot demand a whole machine, nor nothing."""
     demand = {"pools": {"cpu": {"min": 64_000, "max": 64_000}}}
     for work in ({"type": "Open", "spec": {}}, {"type": "Close"}, {"type": "Commit", "image": "x"}):
-        assert said(work=work, demand=demand)[0].demand.pools["cpu"].max < 1000
+        assert translated(work=work, demand=demand)[0].demand.pools["cpu"].max < 1000
 
 
 def test_network_requires_the_permission_of_the_admin() -> None:
     work = {"type": "Open", "spec": {"network": True}}
     with pytest.raises(AdmissionRefused) as caught:
-        said(work=work)
+        translated(work=work)
     assert caught.value.limit == "network"
     allowed = Principal("a", "a", False, Caps(network=True), Revocation())
-    _, opened = said(allowed, work=work)
+    _, opened = translated(allowed, work=work)
     assert isinstance(opened, Open) and opened.spec.network
     with pytest.raises(AdmissionRefused):
-        said(Principal("a", "a", False, Caps(network=False), Revocation()), AdmissionPolicy(network=True), work=work)
-    assert said(ADMIN, work=work)[1].spec.network
+        translated(
+            Principal("a", "a", False, Caps(network=False), Revocation()), AdmissionPolicy(network=True), work=work
+        )
+    assert translated(ADMIN, work=work)[1].spec.network
 
 
 def test_the_output_that_is_kept_has_a_limit() -> None:
     work = {"type": "Exec", "command": "true", "capture_bytes_max": (1 << 20) + 1}
     with pytest.raises(AdmissionRefused) as caught:
-        said(work=work)
+        translated(work=work)
     assert caught.value.limit == "capture_bytes_max"
 
 
 def test_no_address_is_called_that_the_config_does_not_name() -> None:
     def post(url: str, *allowed: str) -> None:
         work = {"type": "Post", "endpoint": {"name": "x", "url": url}, "body": "", "key": "k"}
-        said(rules=AdmissionPolicy(endpoints=allowed), work=work, sandbox="")
+        translated(rules=AdmissionPolicy(endpoints=allowed), work=work, sandbox="")
 
     with pytest.raises(AdmissionRefused, match="none"):
         post("http://169.254.169.254/latest")
@@ -202,16 +204,16 @@ def test_functions_require_a_manager_of_sandboxes() -> None:
         "arguments": "",
     }
     with pytest.raises(AdmissionRefused) as caught:
-        said(work=work, sandbox="")
+        translated(work=work, sandbox="")
     assert caught.value.limit == "functions"
-    action, _ = said(rules=AdmissionPolicy(functions=True), work=work, sandbox="")
+    action, _ = translated(rules=AdmissionPolicy(functions=True), work=work, sandbox="")
     assert action.demand.pools["function/a/f"] == fixed(1)
     work["function"] = work["function"] | {"paths": ["/python3" + "9" * 5000 + ".zip"]}
     with pytest.raises(InvalidAction, match="paths"):
-        said(rules=AdmissionPolicy(functions=True), work=work, sandbox="")
+        translated(rules=AdmissionPolicy(functions=True), work=work, sandbox="")
 
 
 def test_a_cap_on_what_runs_is_a_pool_of_its_run() -> None:
-    action, _ = said(Principal("a", "a", False, Caps(running_max=2), Revocation()))
+    action, _ = translated(Principal("a", "a", False, Caps(running_max=2), Revocation()))
     assert running_pool("a") not in action.demand.pools, "then a submission would change when the cap does"
     assert with_running_cap(action).demand.pools[running_pool("a")] == fixed(1)

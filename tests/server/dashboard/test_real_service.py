@@ -15,7 +15,7 @@ from tests.server.process import Process
 ADMIN = "0123456789abcdef" * 3
 
 
-def ask(process: Process, method: str, path: str, body: Any = None, token: str = ADMIN) -> Any:
+def send_request(process: Process, method: str, path: str, body: Any = None, token: str = ADMIN) -> Any:
     request = urllib.request.Request(
         process.url + path,
         method=method,
@@ -29,7 +29,7 @@ def ask(process: Process, method: str, path: str, body: Any = None, token: str =
 
 def run(process: Process, token: str, id: str, command: str, wait_s: float = 30.0) -> Any:
     body = {"id": id, "sandbox": "box", "trajectory": "t1", "work": {"type": "Exec", "command": command}}
-    return ask(process, "POST", f"/v1/actions?wait_s={wait_s}", body, token)
+    return send_request(process, "POST", f"/v1/actions?wait_s={wait_s}", body, token)
 
 
 def test_a_real_service_is_shown_live_drilled_into_and_shown_again_after_a_kill(tmp_path: Path, screen: Opener) -> None:
@@ -41,9 +41,9 @@ def test_a_real_service_is_shown_live_drilled_into_and_shown_again_after_a_kill(
     (folder / "admin.token").chmod(0o600)
     process = Process(folder, backend="sandbox", service='admin_token_file = "admin.token"', node="cores = 2")
     with process:
-        token = ask(process, "POST", "/v1/runs/maths", {})["token"]
+        token = send_request(process, "POST", "/v1/runs/maths", {})["token"]
         opening = {"type": "Open", "spec": {"memory_bytes": 64 << 20}}
-        ask(process, "POST", "/v1/actions", {"id": "open", "sandbox": "box", "work": opening}, token)
+        send_request(process, "POST", "/v1/actions", {"id": "open", "sandbox": "box", "work": opening}, token)
         run(process, token, "first", "echo one")
         run(process, token, "held", "sleep 600", wait_s=0.0)
 
@@ -68,5 +68,5 @@ def test_a_real_service_is_shown_live_drilled_into_and_shown_again_after_a_kill(
         page.turn_to("sandboxes")
         page.until("document.body.innerText.includes('maths/box')")
         assert page.js("document.body.innerText.includes('Live')")
-        ask(process, "DELETE", "/v1/runs/maths")
+        send_request(process, "DELETE", "/v1/runs/maths")
     page.faults[:] = [fault for fault in page.faults if "401" not in fault]  # it asked for a token

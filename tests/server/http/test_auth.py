@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.server.asking import (
+from tests.server.http_caller import (
     ADMIN_TOKEN,
     Answer,
     Caller,
@@ -270,22 +270,22 @@ def test_wrong_tokens_are_rate_limited_and_right_ones_from_the_same_address_are_
     async def main() -> None:
         async with tenants(tmp_path, clock=clock) as (_, admin, a, _):
             guesser = Caller(admin.session, admin.address, "wrong")
-            codes = [(await guesser.ask("GET", "/v1/about")).code for _ in range(int(WRONG_TOKENS_BURST) + 1)]
+            codes = [(await guesser.request("GET", "/v1/about")).code for _ in range(int(WRONG_TOKENS_BURST) + 1)]
             assert codes[:-1] == ["unauthorized"] * int(WRONG_TOKENS_BURST) and codes[-1] == "rate"
-            refused = await guesser.ask("GET", "/v1/about")
+            refused = await guesser.request("GET", "/v1/about")
             assert (refused.status, refused.error["limit"]) == (429, "wrong_tokens")
             assert refused.headers["retry-after"] == "1"
             clock.set(clock.now() + 1.0 / WRONG_TOKENS_PER_S)
-            assert [(await guesser.ask("GET", "/v1/about")).code for _ in range(2)] == ["unauthorized", "rate"]
+            assert [(await guesser.request("GET", "/v1/about")).code for _ in range(2)] == ["unauthorized", "rate"]
             # Many clients may share an address, behind a proxy: a valid token is accepted.
             for token in (a.token, ADMIN_TOKEN):
-                assert (await Caller(admin.session, admin.address, token).ask("GET", "/v1/about")).status == 200
+                assert (await Caller(admin.session, admin.address, token).request("GET", "/v1/about")).status == 200
             # Nor are other addresses held up: here, another one of this machine.
             connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
             async with aiohttp.ClientSession(connector=connector) as session:
                 for token in (a.token, ADMIN_TOKEN):
-                    assert (await Caller(session, a.address, token).ask("GET", "/v1/about")).status == 200
-                wrong = await Caller(session, a.address, "wrong").ask("GET", "/v1/about")
+                    assert (await Caller(session, a.address, token).request("GET", "/v1/about")).status == 200
+                wrong = await Caller(session, a.address, "wrong").request("GET", "/v1/about")
                 assert wrong.code == "unauthorized"
 
     asyncio.run(main())
@@ -319,11 +319,11 @@ def test_no_token_and_no_right_one_are_refused_everywhere(tmp_path: Path, monkey
                 path = route.path.replace("{id:path}", "x").replace("{id}", "x").replace("{name}", "x")
                 path = path.replace("{key}", "x").replace("{run}", "x")
                 for sent in headers if route.path == "/v1/about" else headers[:1]:
-                    response = await anonymous.ask(route.method, path, headers=sent, path="x", token=a.token)
+                    response = await anonymous.request(route.method, path, headers=sent, path="x", token=a.token)
                     assert (response.status, response.code) == (401, "unauthorized"), (route, sent)
                     assert response.headers["www-authenticate"] == "Bearer"
             assert (
-                await anonymous.ask("GET", "/v1/about", headers={"authorization": f"bearer  {a.token} "})
+                await anonymous.request("GET", "/v1/about", headers={"authorization": f"bearer  {a.token} "})
             ).status == 200
 
     asyncio.run(main())
@@ -341,12 +341,14 @@ def test_bytes_that_are_no_text_are_no_token(tmp_path: Path) -> None:
 def test_a_revoked_token_is_refused_at_once_and_after_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, b):
-            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
-            assert (await a.ask("GET", "/v1/about")).code == "unauthorized"
-            assert (await b.ask("GET", "/v1/about")).json["run"] == b.name
+            assert (await admin.request("DELETE", f"/v1/runs/{a.name}")).status == 204
+            assert (await a.request("GET", "/v1/about")).code == "unauthorized"
+            assert (await b.request("GET", "/v1/about")).json["run"] == b.name
         async with local_service(tmp_path, admin_token_file=str(token_file(tmp_path))) as again:
-            assert (await Caller(again.session, again.address, a.token).ask("GET", "/v1/about")).code == "unauthorized"
-            assert (await Caller(again.session, again.address, b.token).ask("GET", "/v1/about")).status == 200
+            assert (
+                await Caller(again.session, again.address, a.token).request("GET", "/v1/about")
+            ).code == "unauthorized"
+            assert (await Caller(again.session, again.address, b.token).request("GET", "/v1/about")).status == 200
 
     asyncio.run(main())
 
@@ -361,8 +363,8 @@ def test_tokens_are_in_no_answer_no_log_and_no_file(tmp_path: Path, caplog: pyte
             await a.open()
             for caller in (a, b, admin, wrong):
                 for path in ("/v1/about", "/v1/view", "/v1/runs", "/metrics", "/v1/timeline", "/v1/trace", "/nowhere"):
-                    answers.append(await caller.ask("GET", path))
-                answers.append(await caller.ask("POST", "/v1/actions", body=b"{"))
+                    answers.append(await caller.request("GET", path))
+                answers.append(await caller.request("POST", "/v1/actions", body=b"{"))
             answers.append(await a.run("it", "echo hello", trajectory="t"))
             return [a.token, b.token, ADMIN_TOKEN, wrong.token]
 
@@ -392,7 +394,7 @@ def test_what_the_admin_changes_is_in_the_log(tmp_path: Path, caplog: pytest.Log
                 ("PATCH", "/v1/nodes/local", {"state": "draining"}),
                 ("DELETE", "/v1/runs/new", None),
             ]:
-                assert (await admin.ask(method, path, body)).status < 300, path
+                assert (await admin.request(method, path, body)).status < 300, path
 
     asyncio.run(main())
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
@@ -426,14 +428,14 @@ def test_what_only_the_admin_may_do_no_run_does(tmp_path: Path) -> None:
                 ("GET", "/v1/trace", None),
                 ("GET", "/metrics", None),
             ]
-            before = (await admin.ask("GET", "/v1/runs")).json
+            before = (await admin.request("GET", "/v1/runs")).json
             for method, path, record in requests:
-                response = await a.ask(method, path, record)
+                response = await a.request(method, path, record)
                 assert (response.status, response.code) == (403, "forbidden"), path
-            assert (await admin.ask("GET", "/v1/runs")).json == before
-            assert (await admin.ask("GET", "/v1/quotas")).json == {"quotas": []}
+            assert (await admin.request("GET", "/v1/runs")).json == before
+            assert (await admin.request("GET", "/v1/quotas")).json == {"quotas": []}
             # What is for the admin is refused before it is looked at.
-            assert (await a.ask("POST", "/v1/runs/x", body=b"{no json")).code == "forbidden"
+            assert (await a.request("POST", "/v1/runs/x", body=b"{no json")).code == "forbidden"
 
     asyncio.run(main())
 
@@ -462,13 +464,13 @@ def test_no_page_of_another_origin_acts_on_an_open_service(tmp_path: Path) -> No
         async with local_service(tmp_path) as caller:
             record = {"id": "it", "sandbox": "box", "work": {"type": "Open", "spec": {}}}
             for headers in ELSEWHERE:
-                response = await caller.ask("POST", "/v1/actions", record, headers=headers)
+                response = await caller.request("POST", "/v1/actions", record, headers=headers)
                 assert (headers, response.status, response.code) == (headers, 403, "forbidden")
-                assert (await caller.ask("GET", "/v1/sandboxes", headers=headers)).code == "forbidden"
-            assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
+                assert (await caller.request("GET", "/v1/sandboxes", headers=headers)).code == "forbidden"
+            assert (await caller.request("GET", "/v1/sandboxes")).json == {"sandboxes": []}
             for host in ("localhost:1", "127.0.0.1", "[::1]:1", "127.0.0.2:1", "LOCALHOST"):
                 for headers in ({"host": host}, {"host": host, "origin": f"http://{host}"}):
-                    assert (await caller.ask("GET", "/v1/about", headers=headers)).json["admin"] is True
+                    assert (await caller.request("GET", "/v1/about", headers=headers)).json["admin"] is True
 
     asyncio.run(main())
 
@@ -477,7 +479,7 @@ def test_a_request_with_a_token_may_come_from_any_origin(tmp_path: Path) -> None
     async def main() -> None:
         async with tenants(tmp_path) as (_, _, a, _):
             headers = {"host": "tangram.example", "origin": "https://dashboard.example"}
-            assert (await a.ask("GET", "/v1/about", headers=headers)).json["run"] == a.name
+            assert (await a.request("GET", "/v1/about", headers=headers)).json["run"] == a.name
 
     asyncio.run(main())
 
@@ -487,8 +489,8 @@ def test_a_rate_limit_is_reported_in_numbers(tmp_path: Path) -> None:
         async with tenants(tmp_path, limits=RunLimits(requests_per_s=10.0, requests_burst=100)) as (up, admin, *_):
             slow = await make_run(admin, "slow", {"requests_per_s": 1e-320})
             async with open_caller(up.address, slow.token) as caller:
-                assert (await caller.ask("GET", "/v1/about")).status == 200
-                refused = await caller.ask("GET", "/v1/about")
+                assert (await caller.request("GET", "/v1/about")).status == 200
+                refused = await caller.request("GET", "/v1/about")
                 assert refused.error["limit"] == "requests_per_s" and int(refused.headers["retry-after"]) >= 1
 
     asyncio.run(main())

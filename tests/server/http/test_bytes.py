@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.asking import ADMIN_TOKEN, Caller, Line, line, local_service, make_run, open_caller, tenants, until
+from tests.server.http_caller import (
+    ADMIN_TOKEN,
+    Caller,
+    Line,
+    line,
+    local_service,
+    make_run,
+    open_caller,
+    tenants,
+    until,
+)
 from tests.server.shared import serving
 
 from tangram.config import RunLimits
@@ -57,7 +67,7 @@ def test_waiting_actions_are_limited_in_bytes(tmp_path: Path) -> None:
             assert (refused.status, refused.code, refused.error["limit"]) == (429, "refused", "waiting_bytes_max")
             assert (await a.submit("two", fed(400_000), 0, sandbox="box", **ALL)).status == 202, "it was taken in"
             assert (await b.submit("three", fed(400_000), 0, sandbox="box", **ALL)).status == 202
-            await a.ask("POST", "/v1/actions/one/cancel")
+            await a.request("POST", "/v1/actions/one/cancel")
             await a.until("one", "settled")
             assert (await a.submit("three", fed(400_000), 0, sandbox="box", **ALL)).status == 202
 
@@ -82,8 +92,8 @@ def test_unacknowledged_results_are_limited_in_bytes(tmp_path: Path) -> None:
         assert (refused.status, refused.code, refused.error["limit"]) == (429, "refused", "results_bytes_max")
         again = await a.run("two", command)
         assert len(base64.b64decode(again.json["settled"]["executed"]["stdout"])) == 600_000
-        await a.ask("PUT", "/v1/sandboxes/box/files", body=b"", path="go")
-        lost = (await a.ask("GET", "/v1/actions/late", wait_s=30)).json["settled"]
+        await a.request("PUT", "/v1/sandboxes/box/files", body=b"", path="go")
+        lost = (await a.request("GET", "/v1/actions/late", wait_s=30)).json["settled"]
         assert lost["outcome"]["status"] == "lost" and "results_bytes_max" in lost["outcome"]["reason"]
         assert "executed" not in lost
 
@@ -101,9 +111,9 @@ def test_unacknowledged_results_are_limited_in_bytes(tmp_path: Path) -> None:
             work = {"type": "Open", "spec": {}}
             refused = await a.submit("o", work, sandbox="other")
             assert refused.error["limit"] == "results_bytes_max", "what was left before counts as well"
-            assert (await a.ask("POST", "/v1/acknowledge", {"actions": ["one", "one", "late"]})).status == 204
+            assert (await a.request("POST", "/v1/acknowledge", {"actions": ["one", "one", "late"]})).status == 204
             assert (await a.submit("o", work, sandbox="other")).status == 200
-            assert (await a.ask("GET", "/v1/actions/two", wait_s=0)).json["state"] == "settled"
+            assert (await a.request("GET", "/v1/actions/two", wait_s=0)).json["state"] == "settled"
 
     asyncio.run(main())
 
@@ -132,13 +142,13 @@ def test_large_answers_that_a_run_does_not_read_hold_up_its_own_large_ones_only(
             for caller in (a, b):
                 await caller.open()
                 await caller.submit("wordy", wordy(LARGE), sandbox="box")
-                await caller.ask("PUT", "/v1/sandboxes/box/files", body=b"\0" * LARGE, path="large")
+                await caller.request("PUT", "/v1/sandboxes/box/files", body=b"\0" * LARGE, path="large")
             async with line(up.address) as one:
                 async with line(up.address) as other:
                     for raw in (one, other):
                         await unread(raw, a, path)
-                    third = asyncio.create_task(a.ask("GET", path))
-                    assert len((await b.ask("GET", path)).content) > LARGE - 1
+                    third = asyncio.create_task(a.request("GET", path))
+                    assert len((await b.request("GET", path)).content) > LARGE - 1
                     assert (await a.run("small", "echo small")).status == 200
                     assert not third.done(), "it is answered although two are under way"
                 answer = await third
@@ -155,7 +165,7 @@ def test_a_large_result_is_the_same_on_every_route(tmp_path: Path) -> None:
             work = {"type": "Exec", "command": "head -c 300000 /dev/zero; echo end"}
             first = await a.submit("x", work, sandbox="box")
             again = await a.submit("x", work, sandbox="box")
-            looked = await a.ask("GET", "/v1/actions/x")
+            looked = await a.request("GET", "/v1/actions/x")
             assert first.status == again.status == looked.status == 200
             assert first.json == again.json == looked.json
             out = base64.b64decode(first.json["settled"]["executed"]["stdout"])
@@ -207,10 +217,10 @@ def test_a_run_is_revoked_while_the_file_of_the_journal_is_made_smaller(
             await a.open()
             await a.submit("wordy", wordy(MIB), sandbox="box")
             compacting = asyncio.create_task(up.action_service.journal.compact())
-            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
+            assert (await admin.request("DELETE", f"/v1/runs/{a.name}")).status == 204
             assert not compacting.done()
             again = await make_run(admin, a.name)
-            assert (await again.ask("GET", "/v1/actions/wordy", wait_s=0)).code == "not_found"
+            assert (await again.request("GET", "/v1/actions/wordy", wait_s=0)).code == "not_found"
             assert up.action_service.journal.unfetched_bytes[a.name] == 0
             compacting.cancel()
 
@@ -276,18 +286,18 @@ def test_a_full_temporary_disk_is_reported_and_not_a_bug(
             work = {"type": "Exec", "command": "cat > large", "stdin": base64.b64encode(content).decode()}
             await caller.submit("make", work, sandbox="box")
             requests = (
-                caller.ask("PUT", "/v1/sandboxes/box/files", body=content, path="x"),
-                caller.ask("PUT", "/v1/sandboxes/box/tree", body=content, path="x"),
-                caller.ask("POST", "/v1/images", body=content),
-                caller.ask("GET", "/v1/sandboxes/box/files", path="large"),
-                caller.ask("GET", "/v1/sandboxes/box/tree", path="large"),
+                caller.request("PUT", "/v1/sandboxes/box/files", body=content, path="x"),
+                caller.request("PUT", "/v1/sandboxes/box/tree", body=content, path="x"),
+                caller.request("POST", "/v1/images", body=content),
+                caller.request("GET", "/v1/sandboxes/box/files", path="large"),
+                caller.request("GET", "/v1/sandboxes/box/tree", path="large"),
                 caller.run("tell", "cat large"),
             )
             for failed in [await ask for ask in requests]:
                 assert (failed.status, failed.code, failed.error["retry"]) == (502, "manager_failed", True), failed
                 assert "TMPDIR" in failed.error["message"] and str(small_folder) not in failed.error["message"]
             assert len([each for each in caplog.records if "no room for temporary" in each.message]) == len(requests)
-            small = await caller.ask("PUT", "/v1/sandboxes/box/files", body=b"small", path="x")
+            small = await caller.request("PUT", "/v1/sandboxes/box/files", body=b"small", path="x")
             assert small.status == 204
 
     asyncio.run(main())

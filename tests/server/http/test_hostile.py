@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.client.conftest import why_not
-from tests.server.asking import Caller, Line, line, local_service, open_ports, tenants, until
+from tests.server.http_caller import Caller, Line, line, local_service, open_ports, tenants, until
 
 from tangram.config import RunLimits
 from tangram.managers.fake import FakeManager
@@ -26,7 +26,7 @@ SMALL = RunLimits(body_bytes_max=2 << 20, file_bytes_max=1 << 20)
 
 async def is_well(caller: Caller) -> None:
     """Others are served."""
-    assert (await caller.ask("GET", "/v1/about")).status == 200
+    assert (await caller.request("GET", "/v1/about")).status == 200
 
 
 # ---- too large --------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_a_body_without_a_length_is_cut_off_at_the_limit(tmp_path: Path) -> None
                     fault = msgspec.json.decode(body)["error"]
                     assert (status, fault["code"], fault["limit"].encode()) == (413, "too_large", limit)
                     sending.cancel()
-            assert (await caller.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
+            assert (await caller.request("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
             await is_well(caller)
 
     asyncio.run(main())
@@ -198,7 +198,7 @@ def test_a_body_that_comes_slowly_is_refused(tmp_path: Path, monkeypatch: pytest
             assert (status, fault["code"], fault["retry"]) == (408, "too_slow", True)
             dripping.cancel()
             await is_well(caller)
-            assert (await caller.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
+            assert (await caller.request("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
 
     asyncio.run(main())
 
@@ -245,7 +245,7 @@ def test_a_client_that_does_not_read_is_disconnected(
         async with local_service(tmp_path) as caller, line(caller.address) as raw, line(caller.address) as closing:
             await caller.open()
             content = io.BytesIO(b"x" * (32 << 20))
-            assert (await caller.ask("PUT", "/v1/sandboxes/box/files", body=content, path="large")).status == 204
+            assert (await caller.request("PUT", "/v1/sandboxes/box/files", body=content, path="large")).status == 204
             for each, more in ((raw, b""), (closing, b"connection: close\r\n")):
                 each.stop_reading()
                 ask = b"GET /v1/sandboxes/box/%s?path=large HTTP/1.1\r\n" % path.encode()
@@ -300,7 +300,7 @@ def test_slow_uploads_of_one_run_hold_up_no_other(tmp_path: Path, monkeypatch: p
                 head = f"PUT /v1/sandboxes/box/files?path=f{number} HTTP/1.1\r\nauthorization: Bearer {a.token}\r\n"
                 await raw.send(head.encode() + HOST + b"content-length: 1000\r\n\r\nx")
             await until(lambda: begun == 2)
-            written = await b.ask("PUT", "/v1/sandboxes/box/files", body=b"b", path="f")
+            written = await b.request("PUT", "/v1/sandboxes/box/files", body=b"b", path="f")
             assert written.status == 204
             assert begun == 3, "a third one of a is read although two are under way"
 
@@ -373,7 +373,7 @@ def test_no_archive_writes_outside_of_its_sandbox(tmp_path: Path, backend: str) 
             await caller.open()
             for place in (victim, outside / "fresh"):
                 for what, tar in out_of(place).items():
-                    response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
+                    response = await caller.request("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
                     assert response.status == 204 or response.code == "file_failed", (what, response)
                     assert victim.read_bytes() == b"untouched" and list(outside.iterdir()) == [victim], what
             await is_well(caller)
@@ -390,12 +390,12 @@ def test_no_device_comes_of_an_archive(tmp_path: Path, backend: str) -> None:
             await caller.open()
             for number, kind in enumerate((tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)):
                 tar = tar_of(member(f"special{number}", kind))
-                response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
+                response = await caller.request("PUT", "/v1/sandboxes/box/tree", body=tar, path=".")
                 assert response.status == 204 or response.code == "file_failed"
             ended = (await caller.run("look", "find . -type b -o -type c")).json["settled"]["executed"]
             assert (ended["exit_code"], ended["stdout"]) == (0, "")
             for place in ("files", "tree"):  # a pipe without a writer blocks no request
-                response = await caller.ask("GET", f"/v1/sandboxes/box/{place}", path="special2")
+                response = await caller.request("GET", f"/v1/sandboxes/box/{place}", path="special2")
                 assert response.status == 200 or response.code == "file_failed"
 
     asyncio.run(main())
@@ -409,9 +409,9 @@ def test_an_invalid_archive_is_reported_as_such(tmp_path: Path, backend: str, ju
     async def main() -> None:
         async with local_service(tmp_path, backend=backend) as caller:
             await caller.open()
-            response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=junk, path=".")
+            response = await caller.request("PUT", "/v1/sandboxes/box/tree", body=junk, path=".")
             assert response.status == 204 or response.code == "file_failed", response
-            assert (await caller.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
+            assert (await caller.request("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
 
     asyncio.run(main())
 
@@ -423,7 +423,7 @@ def test_an_invalid_image_error_names_the_upload_and_not_a_file_of_the_service(t
     async def main() -> None:
         async with local_service(tmp_path, backend=backend) as caller:
             for body in (b"no image", tar_of(member("x", content=b"no image either"))):
-                response = await caller.ask("POST", "/v1/images", body=body)
+                response = await caller.request("POST", "/v1/images", body=body)
                 assert response.code == ("invalid_config" if backend == "sandbox" else "manager_failed")
                 assert (
                     "the upload" in response.error["message"] and tempfile.gettempdir() not in response.content.decode()
@@ -442,11 +442,11 @@ def test_an_archive_larger_than_the_disk_of_its_sandbox_is_refused_there(tmp_pat
                 ("bytes", tar_of(member("large", content=b"x" * (16 << 20)))),
                 ("entries", tar_of(*(member(f"d{number}", tarfile.DIRTYPE) for number in range(30_000)))),
             ):
-                response = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=io.BytesIO(tar), path=".")
+                response = await caller.request("PUT", "/v1/sandboxes/box/tree", body=io.BytesIO(tar), path=".")
                 assert response.status == 204 or response.code == "file_failed", (what, response)
                 if what == "bytes":
                     assert response.code == "file_failed"
-            whole = await caller.ask("PUT", "/v1/sandboxes/box/files", body=io.BytesIO(b"x" * (16 << 20)), path="f")
+            whole = await caller.request("PUT", "/v1/sandboxes/box/files", body=io.BytesIO(b"x" * (16 << 20)), path="f")
             assert whole.code == "file_failed"
             assert (await caller.run("it", "rm -rf d*; echo hello")).json["settled"]["executed"]["exit_code"] == 0
             await is_well(caller)
@@ -487,7 +487,7 @@ def test_no_path_leads_out_of_a_sandbox(tmp_path: Path, what: str) -> None:
                 ("PUT", "tree", tar_of(member("x", content=b"evil"))),
                 ("DELETE", "files", None),
             ):
-                response = await caller.ask(method, f"/v1/sandboxes/box/{place}", body=body, path=path)
+                response = await caller.request(method, f"/v1/sandboxes/box/{place}", body=body, path=path)
                 assert b"hidden content" not in response.content
                 assert response.status < 500, response
             assert secret.read_bytes() == b"hidden content"
@@ -502,11 +502,11 @@ def test_paths_that_are_none_are_refused_in_words(tmp_path: Path) -> None:
             await caller.open()
             for path in ("", "a%00b", "a%0d%0ab", "%ff%fe", "x" * 5000, "/".join(["d"] * 3000), "\\..\\x"):
                 for method, place in (("GET", "files"), ("GET", "list"), ("GET", "tree"), ("DELETE", "files")):
-                    response = await caller.ask(method, f"/v1/sandboxes/box/{place}?path={path}")
+                    response = await caller.request(method, f"/v1/sandboxes/box/{place}?path={path}")
                     assert response.code in ("invalid_action", "file_failed"), (path[:20], response)
                     assert set(response.headers) == {"content-type", "content-length"}
             for query in ("", "?path=a&path=b"):
-                assert (await caller.ask("GET", f"/v1/sandboxes/box/files{query}")).code == "invalid_action"
+                assert (await caller.request("GET", f"/v1/sandboxes/box/files{query}")).code == "invalid_action"
 
     asyncio.run(main())
 
@@ -555,9 +555,9 @@ def test_disconnecting_at_any_moment_does_no_harm(
                         await until(lambda raw=raw: raw.port in ports)  # type: ignore[misc]
                         if is_rude:
                             raw.writer.transport.abort()
-            assert (await caller.ask("GET", "/v1/actions/lost", wait_s=30)).json["state"] == "settled"
-            assert (await caller.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
-            await caller.ask("POST", "/v1/actions/long/cancel")
+            assert (await caller.request("GET", "/v1/actions/lost", wait_s=30)).json["state"] == "settled"
+            assert (await caller.request("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
+            await caller.request("POST", "/v1/actions/long/cancel")
             await is_well(caller)
 
     asyncio.run(main())
@@ -574,7 +574,7 @@ def test_a_service_that_stops_disconnects_clients_that_do_not_read(
         async with local_service(tmp_path, drain_s=0.0) as caller, line(caller.address) as raw:
             await caller.open()
             content = io.BytesIO(b"x" * (32 << 20))
-            await caller.ask("PUT", "/v1/sandboxes/box/files", body=content, path="large")
+            await caller.request("PUT", "/v1/sandboxes/box/files", body=content, path="large")
             raw.stop_reading()
             await raw.send(b"GET /v1/sandboxes/box/files?path=large HTTP/1.1\r\n" + HOST + b"\r\n")
             await until(lambda: raw.port in ports)
@@ -589,11 +589,11 @@ def test_refused_requests_do_not_reach_the_manager(tmp_path: Path) -> None:
             manager = up.action_service.orchestrator.any_manager
             assert isinstance(manager, FakeManager)
             before = len(manager.calls)
-            await a.ask("PUT", "/v1/sandboxes/box/files", body=io.BytesIO(b"x" * (2 << 20)), path="f")
-            await a.ask("PUT", "/v1/sandboxes/box/tree", body=io.BytesIO(b"x" * (2 << 20)), path="f")
-            await a.ask("POST", "/v1/images", body=io.BytesIO(b"x" * (2 << 20)))
-            await a.ask("GET", "/v1/sandboxes/nobox/files", path="f")
-            await a.ask("PUT", "/v1/sandboxes/nobox/files", body=b"x", path="f")
+            await a.request("PUT", "/v1/sandboxes/box/files", body=io.BytesIO(b"x" * (2 << 20)), path="f")
+            await a.request("PUT", "/v1/sandboxes/box/tree", body=io.BytesIO(b"x" * (2 << 20)), path="f")
+            await a.request("POST", "/v1/images", body=io.BytesIO(b"x" * (2 << 20)))
+            await a.request("GET", "/v1/sandboxes/nobox/files", path="f")
+            await a.request("PUT", "/v1/sandboxes/nobox/files", body=b"x", path="f")
             assert len(manager.calls) == before
 
     asyncio.run(main())

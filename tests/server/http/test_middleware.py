@@ -14,7 +14,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.server.asking import ADMIN_TOKEN, Caller, line, local_service, make_run, open_caller, tenants, token_file
+from tests.server.http_caller import (
+    ADMIN_TOKEN,
+    Caller,
+    line,
+    local_service,
+    make_run,
+    open_caller,
+    tenants,
+    token_file,
+)
 from tests.server.shared import config_of, serving
 
 from tangram.cli.serve import FORMAT, OneLineFormatter
@@ -31,11 +40,11 @@ JSON = {"content-type": "application/json"}
 
 async def unchanged(caller: Caller) -> None:
     """Nothing was made and nothing is under way."""
-    view = (await caller.ask("GET", "/v1/view")).json
+    view = (await caller.request("GET", "/v1/view")).json
     assert (view["waiting_total"], view["running_total"], view["sandboxes_total"]) == (0, 0, 0)
-    assert (await caller.ask("GET", "/v1/timeline")).json["rows"] == []
-    assert (await caller.ask("GET", "/v1/runs")).json == {"runs": []}
-    assert (await caller.ask("GET", "/v1/quotas")).json == {"quotas": []}
+    assert (await caller.request("GET", "/v1/timeline")).json["rows"] == []
+    assert (await caller.request("GET", "/v1/runs")).json == {"runs": []}
+    assert (await caller.request("GET", "/v1/quotas")).json == {"quotas": []}
 
 
 # ---- bodies that are none ---------------------------------------------------------------------------------------
@@ -92,7 +101,7 @@ def test_a_body_that_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> 
     async def main() -> None:
         async with local_service(tmp_path) as caller:
             for what, (body, code) in BODIES.items():
-                response = await caller.ask("POST", "/v1/actions", body=io.BytesIO(body), headers=JSON)
+                response = await caller.request("POST", "/v1/actions", body=io.BytesIO(body), headers=JSON)
                 assert (what, response.code) == (what, code)
                 assert response.status == STATUS_BY_CODE[response.code] and len(response.content) < 4000
             await unchanged(caller)
@@ -122,11 +131,11 @@ def test_an_error_names_the_field_of_the_body_and_what_it_takes(tmp_path: Path) 
     async def main() -> None:
         async with local_service(tmp_path) as caller:
             for body, says in FIELDS.items():
-                error = (await caller.ask("POST", "/v1/actions", body=body, headers=JSON)).error
+                error = (await caller.request("POST", "/v1/actions", body=body, headers=JSON)).error
                 assert error["message"].startswith(says) and error["field"] == says.partition(":")[0]
-            error = (await caller.ask("POST", "/v1/acknowledge", {"actions": ["x", "/"]})).error
+            error = (await caller.request("POST", "/v1/acknowledge", {"actions": ["x", "/"]})).error
             assert error["message"] == f"actions[1]: expected {NAMED}, got '/'"
-            error = (await caller.ask("PATCH", "/v1/nodes/local", {"state": "asleep"})).error
+            error = (await caller.request("PATCH", "/v1/nodes/local", {"state": "asleep"})).error
             assert error["message"] == "state: expected one of 'draining', 'up', got 'asleep'"
 
     asyncio.run(main())
@@ -162,9 +171,9 @@ def test_so_is_it_at_every_other_address(tmp_path: Path) -> None:
             (b"[" * 100_000, "invalid_action"),
             (b'{"total":%s,"weight":1e999}' % (b"9" * 100), "invalid_action"),
         ):
-            response = await caller.ask(method, path, body=body, headers=JSON)
+            response = await caller.request(method, path, body=body, headers=JSON)
             assert response.code == code, (body[:20], response)
-        response = await caller.ask(method, path, body=b"{}", headers={"content-type": "text/plain"})
+        response = await caller.request(method, path, body=b"{}", headers={"content-type": "text/plain"})
         assert response.code == "wrong_content_type"
 
     asyncio.run(main())
@@ -176,7 +185,7 @@ def test_caps_that_cannot_be_kept_are_refused(tmp_path: Path, caps: str) -> None
         async with local_service(tmp_path) as caller:
             for number in (10**30, 1 << 53, 0, -1):
                 body = b'{"caps":%s}' % (caps % number).encode()
-                assert (await caller.ask("POST", "/v1/runs/x", body=body, headers=JSON)).code == "invalid_action"
+                assert (await caller.request("POST", "/v1/runs/x", body=body, headers=JSON)).code == "invalid_action"
             await unchanged(caller)
 
     asyncio.run(main())
@@ -187,9 +196,11 @@ def test_of_a_key_that_is_there_twice_the_last_one_counts(tmp_path: Path) -> Non
 
     async def main() -> None:
         async with local_service(tmp_path) as caller:
-            response = await caller.ask("POST", "/v1/actions", body=b'{"id":"one","id":"two",%s}' % WORK, headers=JSON)
+            response = await caller.request(
+                "POST", "/v1/actions", body=b'{"id":"one","id":"two",%s}' % WORK, headers=JSON
+            )
             assert response.json["id"] == "two"
-            assert (await caller.ask("GET", "/v1/actions/one", wait_s=0)).code == "not_found"
+            assert (await caller.request("GET", "/v1/actions/one", wait_s=0)).code == "not_found"
 
     asyncio.run(main())
 
@@ -201,7 +212,7 @@ def test_a_body_without_the_json_content_type_is_refused(tmp_path: Path, kind: s
     async def main() -> None:
         async with local_service(tmp_path) as caller:
             body = b'{"id":"x",%s}' % WORK
-            response = await caller.ask("POST", "/v1/actions", body=body, headers={"content-type": kind})
+            response = await caller.request("POST", "/v1/actions", body=body, headers={"content-type": kind})
             assert (response.status, response.code) == (415, "wrong_content_type")
             await unchanged(caller)
 
@@ -222,7 +233,7 @@ def test_an_error_is_never_as_large_as_what_was_wrong(tmp_path: Path) -> None:
                 {"id": "x", "sandbox": "b", "work": work, "demand": {"pools": {long: {"min": 1, "max": 1}}}},
                 {"id": "x", "sandbox": "b", "work": {"type": "Open", "spec": {"image": long}}},
             ):
-                response = await caller.ask("POST", "/v1/actions", record)
+                response = await caller.request("POST", "/v1/actions", record)
                 assert response.status == 422 and len(response.content) < 10_000, response.content[:200]
 
     asyncio.run(main())
@@ -241,7 +252,7 @@ def test_an_unknown_path_is_not_found_without_a_redirect(tmp_path: Path) -> None
     async def main() -> None:
         async with local_service(tmp_path) as caller:
             for path in NOWHERE:
-                response = await caller.ask("GET", path, headers={"x-forwarded-host": "evil.example"})
+                response = await caller.request("GET", path, headers={"x-forwarded-host": "evil.example"})
                 assert (path, response.status, response.code) == (path, 404, "not_found")
                 assert "location" not in response.headers and "set-cookie" not in response.headers
 
@@ -260,7 +271,7 @@ def test_a_wrong_method_gets_the_allowed_ones(tmp_path: Path) -> None:
                 ("TRACE", "/healthz", "GET, HEAD"),
                 ("POST", "/openapi.json", "GET, HEAD"),
             ):
-                response = await caller.ask(method, path)
+                response = await caller.request(method, path)
                 assert (response.status, response.code, response.headers["allow"]) == (
                     405,
                     "no_such_method",
@@ -303,7 +314,7 @@ def test_names_in_paths_reach_only_the_named_object(tmp_path: Path) -> None:
                 ("PATCH", "/v1/nodes/{}", {"state": "up"}),
             ]
             for name, (method, path, record) in itertools.product(BAD_NAMES, requests):
-                response = await caller.ask(method, path.format(name), record, path="x", wait_s=0)
+                response = await caller.request(method, path.format(name), record, path="x", wait_s=0)
                 assert response.code in ("invalid_action", "not_found", "no_such_method"), (
                     method,
                     path,
@@ -326,11 +337,11 @@ def test_words_of_a_query_that_are_wrong_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with local_service(tmp_path) as caller:
             for query in QUERIES:
-                response = await caller.ask("GET", f"/v1/actions/x?{query}")
+                response = await caller.request("GET", f"/v1/actions/x?{query}")
                 assert response.code == "invalid_action" and response.error["field"] in ("wait_s", "until"), query
             for number in NUMBERS:
-                assert (await caller.ask("GET", "/v1/timeline", after=number)).code == "invalid_action", number
-                assert (await caller.ask("GET", "/v1/timeline", limit=number)).code == "invalid_action", number
+                assert (await caller.request("GET", "/v1/timeline", after=number)).code == "invalid_action", number
+                assert (await caller.request("GET", "/v1/timeline", limit=number)).code == "invalid_action", number
 
     asyncio.run(main())
 
@@ -409,11 +420,11 @@ def test_no_request_can_inject_a_line_into_the_log(tmp_path: Path, caplog: pytes
     async def main() -> None:
         async with local_service(tmp_path) as caller:
             await caller.open()
-            await caller.ask("GET", f"/v1/actions/x%0a{FORGED.replace(' ', '%20')}")
-            await caller.ask("GET", f"/v1/sandboxes/box/files?path=x%0a{FORGED.replace(' ', '%20')}")
-            await caller.ask("GET", f"/v1/sandboxes/box/files?path=x%e2%80%a8{FORGED.replace(' ', '%20')}")
+            await caller.request("GET", f"/v1/actions/x%0a{FORGED.replace(' ', '%20')}")
+            await caller.request("GET", f"/v1/sandboxes/box/files?path=x%0a{FORGED.replace(' ', '%20')}")
+            await caller.request("GET", f"/v1/sandboxes/box/files?path=x%e2%80%a8{FORGED.replace(' ', '%20')}")
             await caller.run("it", f"echo '\n{FORGED}'; nosuch\n{FORGED}")
-            await caller.ask(
+            await caller.request(
                 "GET", "/v1/about", headers={"x-forwarded-for": FORGED, "authorization": f"Bearer {FORGED}"}
             )
             await caller.submit("z", {"type": "Exec", "command": "x", "cwd": f"\n{FORGED}"}, sandbox="box")
@@ -448,12 +459,12 @@ def test_limits_of_a_run_are_refused_by_their_names(tmp_path: Path) -> None:
             work = {"type": "Exec", "command": "true", "capture_bytes_max": (2 << 20) + 1}
             capture = await a.submit("c", work, sandbox="box")
             assert (capture.code, capture.error["limit"]) == ("refused", "capture_bytes_max")
-            large = await a.ask("POST", "/v1/actions", body=io.BytesIO(b"x" * (3 << 20)), headers=JSON)
+            large = await a.request("POST", "/v1/actions", body=io.BytesIO(b"x" * (3 << 20)), headers=JSON)
             assert (large.status, large.code, large.error["limit"]) == (413, "too_large", "body_bytes_max")
             for path in ("files", "tree"):
-                file = await a.ask("PUT", f"/v1/sandboxes/box/{path}", body=b"x" * 2049, path="f")
+                file = await a.request("PUT", f"/v1/sandboxes/box/{path}", body=b"x" * 2049, path="f")
                 assert (file.status, file.code, file.error["limit"]) == (413, "too_large", "file_bytes_max")
-            image = await a.ask("POST", "/v1/images", body=b"x" * 2049)
+            image = await a.request("POST", "/v1/images", body=b"x" * 2049)
             assert image.error["limit"] == "file_bytes_max"
             for number in range(3):
                 assert (await a.run(f"wait-{number}", "sleep 1000", wait_s=0)).status == 202
@@ -464,7 +475,7 @@ def test_limits_of_a_run_are_refused_by_their_names(tmp_path: Path) -> None:
             await b.open()
             assert (await b.run("it", "true")).status == 200
             for number in range(3):
-                await a.ask("POST", f"/v1/actions/wait-{number}/cancel")
+                await a.request("POST", f"/v1/actions/wait-{number}/cancel")
                 await a.until(f"wait-{number}", "settled")
             assert (await a.run("wait-4", "true")).status == 200
 
@@ -474,16 +485,16 @@ def test_limits_of_a_run_are_refused_by_their_names(tmp_path: Path) -> None:
 def test_the_images_of_a_run_are_limited_and_one_may_be_built_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, limits=RunLimits(images_max=2), backend="fake") as (_, _, a, b):
-            first = (await a.ask("POST", "/v1/images", body=b"tar")).json["name"]
+            first = (await a.request("POST", "/v1/images", body=b"tar")).json["name"]
             await a.open()
             assert (await a.submit("c", {"type": "Commit", "image": "mine"}, sandbox="box")).status == 200
-            more = await a.ask("POST", "/v1/images", body=b"another")
+            more = await a.request("POST", "/v1/images", body=b"another")
             assert (more.status, more.code, more.error["limit"]) == (429, "refused", "images_max")
             other = await a.submit("d", {"type": "Commit", "image": "other"}, sandbox="box")
             assert (other.code, other.error["limit"]) == ("refused", "images_max")
             assert (await a.submit("e", {"type": "Commit", "image": "mine"}, sandbox="box")).status == 200
-            assert (await b.ask("POST", "/v1/images", body=b"another")).status == 200
-            assert (await a.ask("DELETE", f"/v1/images/{first}")).status == 204
+            assert (await b.request("POST", "/v1/images", body=b"another")).status == 200
+            assert (await a.request("DELETE", f"/v1/images/{first}")).status == 204
             assert (await a.submit("f", {"type": "Commit", "image": "other"}, sandbox="box")).status == 200
 
     asyncio.run(main())
@@ -508,7 +519,7 @@ def test_limits_that_the_admin_gave_a_run_are_its_own(tmp_path: Path) -> None:
             assert more.error["limit"] == "sandboxes_max"
             await a.run("one", "sleep 1000", wait_s=0)
             assert (await a.run("two", "true")).error["limit"] == "waiting_max"
-            changed = await admin.ask("PATCH", f"/v1/runs/{a.name}", {"caps": {"waiting_max": 5}})
+            changed = await admin.request("PATCH", f"/v1/runs/{a.name}", {"caps": {"waiting_max": 5}})
             assert changed.status == 200
             assert (await a.run("two", "true")).status == 200
 
@@ -520,12 +531,12 @@ def test_too_many_waiting_requests_get_a_retry_after(tmp_path: Path) -> None:
         limits = RunLimits(requests_per_s=1000.0, requests_burst=1000)
         async with tenants(tmp_path, limits=limits, clock=SimClock()) as (_, admin, _, b):
             slow = await make_run(admin, "slow", {"requests_per_s": 0.01})
-            first, *refused = [await slow.ask("GET", "/v1/about") for _ in range(20)]
+            first, *refused = [await slow.request("GET", "/v1/about") for _ in range(20)]
             assert first.status == 200
             for each in refused:
                 assert (each.status, each.code, each.error["limit"]) == (429, "rate", "requests_per_s")
                 assert each.error["retry"] is True and each.headers["retry-after"] == "100"
-            assert (await b.ask("GET", "/v1/about")).status == 200
+            assert (await b.request("GET", "/v1/about")).status == 200
 
     asyncio.run(main())
 
@@ -539,9 +550,9 @@ def test_what_runs_beyond_its_cap_waits(tmp_path: Path) -> None:
             await a.until("first", "running")
             assert (await a.run("second", "echo two", wait_s=0)).json["state"] == "queued"
             assert (await b.run("other", "echo b")).json["state"] == "settled"
-            assert (await a.ask("GET", "/v1/actions/second", wait_s=0)).json["state"] == "queued"
-            await a.ask("POST", "/v1/actions/first/cancel")
-            ended = (await a.ask("GET", "/v1/actions/second", wait_s=30)).json["settled"]
+            assert (await a.request("GET", "/v1/actions/second", wait_s=0)).json["state"] == "queued"
+            await a.request("POST", "/v1/actions/first/cancel")
+            ended = (await a.request("GET", "/v1/actions/second", wait_s=30)).json["settled"]
             assert ended["outcome"]["status"] == "succeeded"
 
     asyncio.run(main())
@@ -562,7 +573,7 @@ def test_connections_have_a_limit_that_is_named(tmp_path: Path) -> None:
             async with open_caller(up.address) as caller:
                 for _ in range(100):  # as soon as those have gone
                     try:
-                        response = await caller.ask("GET", "/healthz")
+                        response = await caller.request("GET", "/healthz")
                     except OSError:
                         continue
                     if response.status == 200:
@@ -587,10 +598,10 @@ def test_on_a_public_address_every_request_needs_the_token(tmp_path: Path) -> No
         async with serving(tmp_path, listen="0.0.0.0:0", admin_token_file=str(token_file(tmp_path))) as up:
             address = up.address.replace("0.0.0.0", "127.0.0.1")
             async with open_caller(address) as anonymous:
-                assert (await anonymous.ask("GET", "/v1/about")).code == "unauthorized"
-                assert (await anonymous.ask("GET", "/healthz")).status == 200
+                assert (await anonymous.request("GET", "/v1/about")).code == "unauthorized"
+                assert (await anonymous.request("GET", "/healthz")).status == 200
             async with open_caller(address, ADMIN_TOKEN) as admin:
-                assert (await admin.ask("GET", "/v1/about")).json["admin"] is True
+                assert (await admin.request("GET", "/v1/about")).json["admin"] is True
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.server.asking import ADMIN_TOKEN, local_service, token_file
+from tests.server.http_caller import ADMIN_TOKEN, local_service, token_file
 from tests.server.shared import serving
 from tools.reference.http_page import http_page
 
@@ -104,7 +104,7 @@ def test_only_what_is_public_needs_no_token() -> None:
 def test_the_document_is_public_at_a_service(tmp_path: Path) -> None:
     async def main() -> None:
         async with local_service(tmp_path, admin_token_file=str(token_file(tmp_path))) as anonymous:
-            response = await anonymous.ask("GET", "/openapi.json")
+            response = await anonymous.request("GET", "/openapi.json")
             assert (response.status, response.headers["content-type"]) == (200, "application/json")
             assert response.json == DOCUMENT
 

@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 from tests.chrome_trace import check, named
-from tests.server.asking import Caller, tenants
+from tests.server.http_caller import Caller, tenants
 
 
 async def ids_in_trace(caller: Caller) -> set[str]:
-    events = (await caller.ask("GET", "/v1/timeline/trace-events")).json["traceEvents"]
+    events = (await caller.request("GET", "/v1/timeline/trace-events")).json["traceEvents"]
     check(events)
     assert set(named(events, "process_name").values()) <= {"alphaville", "bogota"}
     return {event["args"]["id"] for event in events if event["ph"] == "X" and "id" in event["args"]}
@@ -24,7 +24,7 @@ def test_a_run_gets_its_own_actions_and_the_admin_all(tmp_path: Path) -> None:
                 await caller.open("box")
                 await caller.run("it", "true", trajectory="t")
             of_a, of_b = await ids_in_trace(a), await ids_in_trace(b)
-            rows = (await a.ask("GET", "/v1/timeline")).json["rows"]
+            rows = (await a.request("GET", "/v1/timeline")).json["rows"]
             assert of_a == {row[1] for row in rows} and len(of_a) == 2
             assert len(of_b) == 2 and not of_a & of_b
             assert await ids_in_trace(admin) == of_a | of_b

@@ -6,16 +6,16 @@ import asyncio
 from pathlib import Path
 
 import msgspec
-from tests.server.asking import Caller, make_run, tenants
+from tests.server.http_caller import Caller, make_run, tenants
 
 from tangram.runtime.views import PoolUsageView, PoolUseReading
 
 
 async def cpu_of(caller: Caller, **query: str) -> PoolUseReading:
-    answer = await caller.ask("GET", "/v1/pool-usage", **query)
+    answer = await caller.request("GET", "/v1/pool-usage", **query)
     assert answer.status == 200
     view = msgspec.json.decode(answer.content, type=PoolUsageView)
-    assert view.instance == (await caller.ask("GET", "/v1/about")).json["instance"]
+    assert view.instance == (await caller.request("GET", "/v1/about")).json["instance"]
     return next(pool for pool in view.pools if pool.name.startswith("cpu@"))
 
 
@@ -41,7 +41,7 @@ def test_the_use_of_a_revoked_run_is_hidden_from_its_successor_and_stays_in_the_
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, _b):
             await a.open("box")
-            assert (await admin.ask("DELETE", "/v1/runs/alphaville")).status == 204
+            assert (await admin.request("DELETE", "/v1/runs/alphaville")).status == 204
             successor = await make_run(admin, "alphaville")
             assert (await cpu_of(successor)).actions == 0
             assert (await cpu_of(admin)).actions >= 1

@@ -153,10 +153,10 @@ class PrivateEngine:
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError):
-            return self.ask("GET", "/_ping")[0] == 200
+            return self.request("GET", "/_ping")[0] == 200
         return False
 
-    def ask(self, method: str, path: str, body: bytes = b"", kind: str = "application/x-tar") -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: bytes = b"", kind: str = "application/x-tar") -> tuple[int, bytes]:
         """One request, apart from the manager under test."""
         connection = HTTPConnection("engine", timeout=START_S)
         connection.sock = socket.socket(socket.AF_UNIX)
@@ -169,17 +169,17 @@ class PrivateEngine:
             connection.close()
 
     def containers(self) -> list[dict[str, Any]]:
-        listed: list[dict[str, Any]] = json.loads(self.ask("GET", "/containers/json?all=1")[1])
+        listed: list[dict[str, Any]] = json.loads(self.request("GET", "/containers/json?all=1")[1])
         return listed
 
     def images(self) -> list[dict[str, Any]]:
-        listed: list[dict[str, Any]] = json.loads(self.ask("GET", "/images/json?all=1")[1])
+        listed: list[dict[str, Any]] = json.loads(self.request("GET", "/images/json?all=1")[1])
         return listed
 
     def load(self, name: str, programs: tuple[str, ...]) -> None:
         """An image of these programs of this machine and the libraries that they need."""
         repository, _, tag = name.partition(":")
-        status, answer = self.ask("POST", f"/images/create?fromSrc=-&repo={repository}&tag={tag}", packed(programs))
+        status, answer = self.request("POST", f"/images/create?fromSrc=-&repo={repository}&tag={tag}", packed(programs))
         if status != 200 or b'"error"' in answer:
             raise RuntimeError(f"the engine did not take the image {name}: {status} {answer!r}")
 

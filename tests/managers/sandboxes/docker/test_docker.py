@@ -98,8 +98,8 @@ class Harness:
 
     def inspect(self, box: str = "box") -> Any:
         filters = quote(json.dumps({"label": [f"{SANDBOX_LABEL}={box}"]}))
-        [found] = json.loads(self.engine.ask("GET", f"/containers/json?all=true&filters={filters}")[1])
-        return json.loads(self.engine.ask("GET", f"/containers/{found['Id']}/json")[1])
+        [found] = json.loads(self.engine.request("GET", f"/containers/json?all=true&filters={filters}")[1])
+        return json.loads(self.engine.request("GET", f"/containers/{found['Id']}/json")[1])
 
 
 @contextlib.asynccontextmanager
@@ -246,7 +246,7 @@ def test_the_engine_gets_no_redundant_requests(engine: PrivateEngine) -> None:
     async def scene(harness: Harness) -> None:
         async def updates() -> int:
             filters = '{"event":["update"]}'
-            _, answer = engine.ask("GET", f"/events?since={began}&until={time.time():.3f}&filters={filters}")
+            _, answer = engine.request("GET", f"/events?since={began}&until={time.time():.3f}&filters={filters}")
             return len(answer.splitlines())
 
         began = f"{time.time():.3f}"
@@ -629,7 +629,7 @@ def test_a_container_that_is_killed_from_outside_is_lost(engine: PrivateEngine) 
     async def scene(harness: Harness) -> None:
         lease = await harness.start(Exec(command="sleep 3000"))
         held = await harness.start(Exec(command="sleep 3001", session="s"))
-        engine.ask("POST", f"/containers/{harness.inspect()['Id']}/kill")
+        engine.request("POST", f"/containers/{harness.inspect()['Id']}/kill")
         for each in (lease, held):
             ended = await asyncio.wait_for(each.wait(), WAIT_S)
             assert "ended while the action ran" in ended.lost
@@ -707,7 +707,7 @@ def delayed_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def kill(harness: Harness) -> None:
     """Returns when the engine knows that the container has ended."""
-    await asyncio.to_thread(harness.engine.ask, "POST", f"/containers/{harness.inspect()['Id']}/kill")
+    await asyncio.to_thread(harness.engine.request, "POST", f"/containers/{harness.inspect()['Id']}/kill")
     await until(lambda: not harness.inspect()["State"]["Running"])
 
 
@@ -823,7 +823,7 @@ def test_a_root_directory_and_a_saved_tar_become_images(engine: PrivateEngine, t
         tar.extraction_filter = lambda member, path: member  # Python 3.12 requires a filter
         tar.extractall(tmp_path / "root")
     (tmp_path / "root" / "mark").write_text("from a directory\n")
-    (tmp_path / "saved.tar").write_bytes(engine.ask("GET", f"/images/{BARE_IMAGE}/get")[1])
+    (tmp_path / "saved.tar").write_bytes(engine.request("GET", f"/images/{BARE_IMAGE}/get")[1])
     (tmp_path / "noise.tar").write_bytes(b"noise" * 1000)
 
     async def scene(harness: Harness) -> None:

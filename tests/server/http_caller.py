@@ -1,4 +1,4 @@
-"""Asking a service over HTTP by hand: requests that no client of ours would send."""
+"""HTTP requests to a service by hand: requests that no client of ours would send."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Caller:
         self.token = token
         self.name = name
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
@@ -83,7 +83,7 @@ class Caller:
             )
 
     async def submit(self, id: str, work: Mapping[str, Any], wait_s: float = 30.0, **more: Any) -> Answer:
-        return await self.ask("POST", "/v1/actions", {"id": id, "work": work, **more}, wait_s=wait_s)
+        return await self.request("POST", "/v1/actions", {"id": id, "work": work, **more}, wait_s=wait_s)
 
     async def open(self, name: str = "box", **spec: Any) -> None:
         response = await self.submit(f"open-{name}", {"type": "Open", "spec": spec}, sandbox=name)
@@ -96,7 +96,7 @@ class Caller:
         """Until an action has come that far."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                response = await self.ask("GET", f"/v1/actions/{id}", wait_s=0)
+                response = await self.request("GET", f"/v1/actions/{id}", wait_s=0)
                 if response.status == 200 and response.json["state"] == state:
                     return
                 await asyncio.sleep(0.01)
@@ -135,7 +135,7 @@ async def tenants(folder: Path, caps: Mapping[str, Any] | None = None, **options
 
 
 async def make_run(admin: Caller, name: str, caps: Mapping[str, Any] | None = None) -> Caller:
-    made = await admin.ask("POST", f"/v1/runs/{name}", {"caps": dict(caps or {})})
+    made = await admin.request("POST", f"/v1/runs/{name}", {"caps": dict(caps or {})})
     assert made.status == 201, made
     return Caller(admin.session, admin.address, made.json["token"], name)
 
