@@ -29,8 +29,8 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy as by_name
 from tangram.core.policies.base import SchedulingPolicy
+from tangram.core.recent_events import RECENT_EVENTS_MAX
 from tangram.core.scheduler import Scheduler
-from tangram.core.stories import STORY_EVENTS
 
 
 class Cluster:
@@ -129,7 +129,7 @@ def cluster() -> Callable[..., Cluster]:
 
 def counted(scheduler: Scheduler, now: float) -> int:
     """The elements of every container that a scheduler keeps, once ticks have filled its story."""
-    for _ in range(STORY_EVENTS):
+    for _ in range(RECENT_EVENTS_MAX):
         scheduler.handle(Tick(), now)
     return _elements(scheduler, {})
 

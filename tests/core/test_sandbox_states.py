@@ -31,7 +31,7 @@ from tangram.core.messages import (
     Tick,
     cpu_node,
 )
-from tangram.core.stories import STORY_EVENTS
+from tangram.core.recent_events import RECENT_EVENTS_MAX
 from tangram.errors import InvalidConfig, InvariantError
 
 Make = Callable[..., Any]
@@ -528,7 +528,7 @@ def test_nodes_under_always_new_names_leave_nothing_behind(cluster: Make, policy
             scheduler.handle(event, number + 0.9)
         assert not scheduler.entries
     scheduler.check()
-    assert counted(scheduler, nodes + 1.0) < 1_300 + STORY_EVENTS * 4, "less than one thing per node"
+    assert counted(scheduler, nodes + 1.0) < 1_300 + RECENT_EVENTS_MAX * 4, "less than one thing per node"
     assert len(scheduler.ledger.nodes) == NODES_AWAY_MAX
     assert not scheduler.ledger.pools
 

@@ -40,9 +40,9 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.policies.base import Adjust, ArrivalOrder, Begin, Decision
+from tangram.core.recent_events import RECENT_EVENTS_MAX
 from tangram.core.scheduler import Scheduler
 from tangram.core.snapshot import Snapshot
-from tangram.core.stories import STORY_EVENTS
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
 Make = Callable[..., Any]
@@ -743,7 +743,7 @@ def test_a_story_lists_what_happened_to_one_action(cluster: Make) -> None:
 def test_the_memory_of_stories_is_bounded(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("a", ONE)
-    for _ in range(STORY_EVENTS):
+    for _ in range(RECENT_EVENTS_MAX):
         c.scheduler.handle(Tick(), 0.0)
     assert c.scheduler.story("a") == []
 

@@ -17,8 +17,8 @@ from tangram.core.ledger import Ledger
 from tangram.core.messages import Cancel, Finished, Started, Submit, cpu_node
 from tangram.core.policies import policy
 from tangram.core.queue import Queue
+from tangram.core.recent_events import RECENT_EVENTS_MAX
 from tangram.core.scheduler import Scheduler
-from tangram.core.stories import STORY_EVENTS
 from tangram.core.timers import EARLY_S, STALE_SPARE, Timers
 
 RUN = Queue(Ledger(), 600.0).run("default")
@@ -226,4 +226,4 @@ def test_a_scheduler_that_settled_many_actions_with_deadlines_keeps_none_of_them
         scheduler.handle(Finished(action=action.id), now + 0.5)
     assert sum(scheduler.statistics().settled.values()) == 3000
     # Four elements for each event of the story; without clearing there would also be 6,000 timers.
-    assert counted(scheduler, 4000.0) < 5 * STORY_EVENTS
+    assert counted(scheduler, 4000.0) < 5 * RECENT_EVENTS_MAX

@@ -133,7 +133,7 @@ def state_of(scheduler: Scheduler) -> list[Any]:
         else:
             slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
             for name in [*slots, *getattr(value, "__dict__", {})]:
-                if name != "_stories":
+                if name != "_recent_events":
                     dump(getattr(value, name, None))
 
     dump(scheduler)

@@ -19,7 +19,7 @@ from tangram.core.demand import LEARNED, Need
 from tangram.core.ledger import Holding, PoolState, RunUsage
 from tangram.core.messages import Grant
 from tangram.core.profile import Estimate
-from tangram.core.stories import Stories
+from tangram.core.recent_events import RecentEvents
 
 STALE_SPARE = 64
 """Slots of actions that have left a lane are cleared in bulk when they outnumber the others by this many."""
@@ -126,17 +126,17 @@ class Entry:
     def __lt__(self, other: Entry) -> bool:
         return self.seq < other.seq
 
-    def transition(self, state: State, stories: Stories) -> None:
+    def transition(self, state: State, recent_events: RecentEvents) -> None:
         """Changes the state. Raises InvariantError, with the story of the action, if the table has no such
         transition."""
         if state not in TRANSITIONS[self.state]:
-            raise stories.error(wrong_transition(self.state, state, self.id), self.id)
+            raise recent_events.error(wrong_transition(self.state, state, self.id), self.id)
         self.state = state
 
-    def expect(self, state: State, why: str, stories: Stories) -> None:
+    def expect(self, state: State, why: str, recent_events: RecentEvents) -> None:
         """Raises InvariantError, with the story of the action, if it is in another state."""
         if self.state is not state:
-            raise stories.error(f"{self.id} is {self.state.value}, not {state.value}, when {why}", self.id)
+            raise recent_events.error(f"{self.id} is {self.state.value}, not {state.value}, when {why}", self.id)
 
     @property
     def id(self) -> str:

@@ -16,9 +16,9 @@ from tangram.core.ledger import Ledger, PoolState
 from tangram.core.messages import NodeState
 from tangram.core.policies.base import SchedulingPolicy
 from tangram.core.queue import BlockedReason, Queue
+from tangram.core.recent_events import RecentEvents
 from tangram.core.sandbox_states import SandboxStates
 from tangram.core.snapshot import ESTIMATE_FRESH_S, Candidate, Snapshot
-from tangram.core.stories import Stories
 from tangram.core.timers import PoolRetries
 
 
@@ -34,7 +34,7 @@ class Offers:
         snapshot: Snapshot,
         policy: SchedulingPolicy,
         retries: PoolRetries,
-        stories: Stories,
+        recent_events: RecentEvents,
     ) -> None:
         self._ledger = ledger
         self._queue = queue
@@ -42,7 +42,7 @@ class Offers:
         self._snapshot = snapshot
         self._policy = policy
         self._retries = retries
-        self._stories = stories
+        self._recent_events = recent_events
         self.last: Candidate | None = None
         self._short: PoolState | None = None
         """A pool of held units that has too few for the action that `fit` checked last."""
@@ -180,7 +180,7 @@ class Offers:
             self._retries.when_refilled(pool, pool.free + 1)
         if not waiters:
             names = ", ".join(pool.name for pool in pools)
-            raise self._stories.error(
+            raise self._recent_events.error(
                 f"policy {self._policy.name} passed over {entry.id} although {names} is unused", entry.id
             )
         if node and not entry.node:
@@ -253,7 +253,7 @@ class Offers:
                 entry.estimate, entry.estimated_at = self._snapshot.estimate(entry), now
             reserve = self._policy.reserve(entry, self._snapshot)
             if type(reserve) is not int or reserve < 1:
-                raise self._stories.error(
+                raise self._recent_events.error(
                     f"policy {self._policy.name} reserves {reserve!r} for {entry.id}, expected milli-cores as a whole "
                     "number, at least 1",
                     entry.id,

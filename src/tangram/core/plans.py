@@ -20,10 +20,10 @@ from tangram.core.offers import Offers
 from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload, Retry, SchedulingPolicy
 from tangram.core.profile import ProfileStore
 from tangram.core.queue import Queue
+from tangram.core.recent_events import RecentEvents
 from tangram.core.residents import Residents
 from tangram.core.sandbox_states import SandboxStates
 from tangram.core.snapshot import ESTIMATE_FRESH_S, Round, Snapshot
-from tangram.core.stories import Stories
 from tangram.core.timers import PoolRetries, Reviews
 from tangram.errors import InvariantError
 
@@ -46,7 +46,7 @@ class Plans:
         profiles: ProfileStore,
         reviews: Reviews,
         retries: PoolRetries,
-        stories: Stories,
+        recent_events: RecentEvents,
         enqueue: Callable[[Entry], None],
     ) -> None:
         self._ledger = ledger
@@ -61,7 +61,7 @@ class Plans:
         self._profiles = profiles
         self._reviews = reviews
         self._retries = retries
-        self._stories = stories
+        self._recent_events = recent_events
         self._enqueue = enqueue
         """Returns a waiting action to the queue."""
         self._effects: list[Effect] = []
@@ -138,7 +138,7 @@ class Plans:
                 raise
             name = f"policy {self._policy.name}"
             message = error.what if error.what.startswith(name) else f"{name}: {error.what}"
-            story = self._stories.of(entry.id) if isinstance(entry, Entry) else []
+            story = self._recent_events.story(entry.id) if isinstance(entry, Entry) else []
             raise InvariantError(message, story) from error
         return False
 
@@ -212,7 +212,7 @@ class Plans:
     def _begin(self, decision: Begin) -> None:
         entry, node = self._require_begin(decision), decision.node
         if entry.state is not State.QUEUED:
-            entry.expect(State.QUEUED, "plan starts it", self._stories)
+            entry.expect(State.QUEUED, "plan starts it", self._recent_events)
         if self._held:
             self._grants.release_minimums()
         offered = self._offers.last
@@ -251,7 +251,7 @@ class Plans:
         if entry.elastic:
             self._renew_estimate(entry)
         entry.grant = Grant(entry.id, node, shares, entry.width, entry.attempts, batch)
-        entry.transition(State.STARTING, self._stories)
+        entry.transition(State.STARTING, self._recent_events)
         self._queue.count_start(entry.run)
         self._effects.append(Start(action=entry.action, grant=entry.grant))
 
@@ -278,7 +278,7 @@ class Plans:
 
     def _hold(self, decision: Hold) -> None:
         entry = _entry(decision)
-        entry.expect(State.QUEUED, "plan holds units for it", self._stories)
+        entry.expect(State.QUEUED, "plan holds units for it", self._recent_events)
         self._require_node(entry, decision.node)
         self._renew_reserve(entry, decision.node)
         self._renew_estimate(entry)

@@ -58,10 +58,10 @@ from tangram.core.plans import Plans
 from tangram.core.policies.base import SchedulingPolicy
 from tangram.core.profile import ProfileStore
 from tangram.core.queue import Queue
+from tangram.core.recent_events import RecentEvents
 from tangram.core.residents import Residents
 from tangram.core.sandbox_states import SandboxStates
 from tangram.core.snapshot import Round, Snapshot
-from tangram.core.stories import Stories
 from tangram.core.stranded import Stranded
 from tangram.core.timers import PoolRetries, Reviews, Timers
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError
@@ -113,7 +113,7 @@ class Scheduler:
         self._load = OfferedLoad()
         self._effects: list[Effect] = []
         """The effects of the current event."""
-        self._stories = Stories()
+        self._recent_events = RecentEvents()
         self._timers = Timers()
         self._retries = PoolRetries(self._timers, self.ledger, self.queue)
         self._reviews = Reviews()
@@ -136,7 +136,7 @@ class Scheduler:
             snapshot=self.snapshot,
             policy=policy,
             retries=self._retries,
-            stories=self._stories,
+            recent_events=self._recent_events,
         )
         self._plans = Plans(
             ledger=self.ledger,
@@ -151,7 +151,7 @@ class Scheduler:
             profiles=self.profiles,
             reviews=self._reviews,
             retries=self._retries,
-            stories=self._stories,
+            recent_events=self._recent_events,
             enqueue=self._enqueue,
         )
         self._explainer = Explainer(ledger=self.ledger, queue=self.queue, offers=self._offers, policy=policy.name)
@@ -191,7 +191,7 @@ class Scheduler:
         self.now = self.ledger.now = now
         effects: list[Effect] = []
         self._effects = effects
-        self._stories.record(now, event, effects)
+        self._recent_events.record(now, event, effects)
         handler(event)
         queue = self.queue
         if queue.behind:
@@ -230,7 +230,7 @@ class Scheduler:
         except TypeError:
             comparable = False
         if not comparable:
-            raise self._stories.error(
+            raise self._recent_events.error(
                 f"policy {self.policy.name} orders {action.id} by {entry.key!r}, not by a number", entry.id
             )
         self.entries[action.id] = entry
@@ -293,7 +293,7 @@ class Scheduler:
             return
         stopping = entry.state is State.STOPPING and entry.started_at is None
         if not stopping:
-            entry.transition(State.RUNNING, self._stories)
+            entry.transition(State.RUNNING, self._recent_events)
         entry.started_at = entry.progress_at = entry.measured_at = self.now
         entry.cpu_s, entry.use = 0.0, None
         if entry.restoring:
@@ -314,7 +314,7 @@ class Scheduler:
         if entry.state is State.STOPPING:
             self._end(entry, *self._stop_reason(entry), refund=True)
             return
-        entry.expect(State.STARTING, "StartFailed came", self._stories)
+        entry.expect(State.STARTING, "StartFailed came", self._recent_events)
         if event.sandbox:
             self._wait_for_memory(entry, event)
         elif event.retry and entry.attempts < self.limits.attempts_max:
@@ -361,7 +361,7 @@ class Scheduler:
         elif event.lost:
             self._lose(entry, event.lost, usage)
         else:
-            entry.expect(State.RUNNING, "Finished came", self._stories)
+            entry.expect(State.RUNNING, "Finished came", self._recent_events)
             self._learn(entry, usage)
             self._end(entry, Status.SUCCEEDED, "", usage)
 
@@ -369,7 +369,7 @@ class Scheduler:
         """Only counts the action: it holds nothing here and has no caller here."""
         entry = self.entries.get(event.action.id)
         if entry is not None:
-            raise self._stories.error(
+            raise self._recent_events.error(
                 f"{entry.id} is {entry.state.value}, but was reported as ended elsewhere", entry.id
             )
         if self._runs_max_refusal(event.action.run) is None:
@@ -427,7 +427,7 @@ class Scheduler:
     def _requeue(self, entry: Entry, *, refund: bool = False, spent: dict[str, int] | None = None) -> None:
         """Ends the attempt and returns the action to its old turn."""
         self._give_back(entry, refund=refund, spent=spent)
-        entry.transition(State.QUEUED, self._stories)
+        entry.transition(State.QUEUED, self._recent_events)
         entry.started_at = entry.grant = None
         entry.restoring = False
         entry.width = entry.reserved = entry.limit = 0
@@ -460,7 +460,7 @@ class Scheduler:
             self.queue.dequeue(entry)
         else:
             self._give_back(entry, refund=refund, spent=usage.spent)
-        entry.transition(_STATE_BY_STATUS.get(status, State.FAILED), self._stories)
+        entry.transition(_STATE_BY_STATUS.get(status, State.FAILED), self._recent_events)
         del self.entries[entry.id]
         self._timers.drop(entry)
         if entry.stranded_at is not None:
@@ -520,7 +520,7 @@ class Scheduler:
         if entry.state is State.QUEUED:
             self._end(entry, status, reason)
         elif entry.state is not State.STOPPING:
-            entry.transition(State.STOPPING, self._stories)
+            entry.transition(State.STOPPING, self._recent_events)
             entry.stop = (status, reason)
             self._effects.append(Stop(action=entry.id, reason=reason))
 
@@ -627,7 +627,7 @@ class Scheduler:
 
     def story(self, action_id: str) -> list[str]:
         """Returns what happened to an action, from the last events in memory."""
-        return self._stories.of(action_id)
+        return self._recent_events.story(action_id)
 
     def awaits_yielding(self) -> Entry | None:
         """The first of the actions that wait for memory which yielding sandboxes would free."""
@@ -664,17 +664,19 @@ class Scheduler:
     def _check_entry(self, entry: Entry) -> None:
         state = entry.state
         if state.terminal:
-            raise self._stories.error(f"{entry.id} has settled but is still live", entry.id)
+            raise self._recent_events.error(f"{entry.id} has settled but is still live", entry.id)
         if state.holds_units != bool(entry.holdings) or state.holds_units != (entry.id in self.grants.holding):
-            raise self._stories.error(f"{entry.id} is {state.value} but holds {len(entry.holdings)} pools", entry.id)
+            raise self._recent_events.error(
+                f"{entry.id} is {state.value} but holds {len(entry.holdings)} pools", entry.id
+            )
         if (state is State.QUEUED) != (entry.lane is not None):
-            raise self._stories.error(f"{entry.id} is {state.value} and in lane {entry.lane}", entry.id)
+            raise self._recent_events.error(f"{entry.id} is {state.value} and in lane {entry.lane}", entry.id)
         if (entry.stop is not None) != (state is State.STOPPING):
-            raise self._stories.error(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry.id)
+            raise self._recent_events.error(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry.id)
         if entry.lane is not None and entry is self.queue.head_of(entry.lane, self.now):
             idle = ", ".join(pool.name for pool in self._offers.withheld(entry))
             if idle:
-                raise self._stories.error(
+                raise self._recent_events.error(
                     f"{entry.id} waits although {idle} is idle, could hold it and is not closed", entry.id
                 )
 

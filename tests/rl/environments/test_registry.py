@@ -143,6 +143,7 @@ def test_what_is_no_task_is_refused_with_all_that_it_lacks() -> None:
         ("turns_max", True, "turns_max"),
         ("tokens_max", 1.5, "tokens_max"),
         ("agents", {"expert": 3}, "agents"),
+        ("acts_outside", False, "needs_client, which is the new name"),
         ("step", lambda self, action: None, "async def step"),
     ],
 )

@@ -25,7 +25,7 @@ from tangram.cli.train import summary
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.reports.formatting import percent
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.observe.pool_usage import use_between
+from tangram.rl.observe.pool_usage_monitor import use_between
 from tangram.rl.observe.run_history import RunHistory, step_time_parts
 from tangram.rl.observe.timeline_trace import trace_of_training
 from tangram.rl.observe.training_progress import TrainingProgress

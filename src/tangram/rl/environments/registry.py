@@ -125,6 +125,8 @@ def missing_of(task: object) -> list[str]:
         missing.append(
             "agents: a mapping from names to what makes an agent of a random.Random, empty if there are none"
         )
+    if hasattr(task, "acts_outside"):
+        missing.append("needs_client, which is the new name of acts_outside")
     if not callable(task):
         missing.append("a call with an ExternalResources that makes an environment")
     if isinstance(task, type):

@@ -22,7 +22,7 @@ from tangram.rl.buffer.sample_buffer import SampleBuffer
 from tangram.rl.config.training_settings import TrainSettings
 from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.inference.engines.protocol import PolicyWeights
-from tangram.rl.observe.pool_usage import PoolUsageMonitor
+from tangram.rl.observe.pool_usage_monitor import PoolUsageMonitor
 from tangram.rl.rollout.assembly import RolloutAssembly, save_codec
 from tangram.rl.runs.checkpoints import Checkpoint, RunState, folder_name, write_state
 from tangram.rl.runs.metrics_lines import RunEnded

@@ -21,7 +21,7 @@ from tangram.core.messages import Effect, Event, cpu_node
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import Quota
 from tangram.rl.observe import pool_usage
-from tangram.rl.observe.pool_usage import PoolUsageMonitor, use_between
+from tangram.rl.observe.pool_usage_monitor import PoolUsageMonitor, use_between
 from tangram.rl.runs.metrics_lines import PoolUse
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.views import PoolUsageView, PoolUseReading

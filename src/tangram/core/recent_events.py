@@ -1,6 +1,7 @@
-"""Stories: the last events and their effects in memory, as the history of one action.
+"""Recent events: the last events and their effects in memory, as the history of one action.
 
-An InvariantError carries the story of its action. A trace on disk keeps all events; this keeps STORY_EVENTS of them.
+An InvariantError carries the story of its action. A trace on disk keeps all events; this keeps RECENT_EVENTS_MAX of
+them.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from tangram.core.messages import Effect, Event
 from tangram.core.trace import describe, mentions
 from tangram.errors import InvariantError
 
-STORY_EVENTS = 1024
+RECENT_EVENTS_MAX = 1024
 """The number of events that are kept."""
 
 
-class Stories:
+class RecentEvents:
     """The last events."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[float, Event, list[Effect]]] = deque(maxlen=STORY_EVENTS)
+        self._events: deque[tuple[float, Event, list[Effect]]] = deque(maxlen=RECENT_EVENTS_MAX)
 
     def record(self, now: float, event: Event, effects: list[Effect]) -> None:
         """Keeps an event. `effects` may still grow."""
         self._events.append((now, event, effects))
 
-    def of(self, action_id: str) -> list[str]:
+    def story(self, action_id: str) -> list[str]:
         """One line per event and effect that mentions the action."""
         lines: list[str] = []
         for now, event, effects in self._events:
@@ -34,4 +35,4 @@ class Stories:
 
     def error(self, what: str, action_id: str) -> InvariantError:
         """The error to raise for a bug that concerns the action, with its story."""
-        return InvariantError(what, self.of(action_id))
+        return InvariantError(what, self.story(action_id))
