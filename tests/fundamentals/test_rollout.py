@@ -63,11 +63,14 @@ class Slow(Guess):
 CODEC = WordCodec(Guess.words)
 
 
-def settings_of(environment: type[Guess] = Guess, *, on_loss: str = "refill", **options: Any) -> RolloutSettings:
+def settings_of(
+    environment: type[Guess] = Guess, *, on_loss: str = "refill", groups_extra: int = 0, **options: Any
+) -> RolloutSettings:
     """One task, in groups of two."""
     path = f"{environment.__module__}:{environment.__name__}"
     task = TaskSettings(name="guess", environment=path, options=options, retries=0)
-    return RolloutSettings(tasks=(task,), groups=GroupSettings(size=2, on_loss=on_loss))  # type: ignore[arg-type]
+    groups = GroupSettings(size=2, on_loss=on_loss, groups_extra=groups_extra)  # type: ignore[arg-type]
+    return RolloutSettings(tasks=(task,), groups=groups)
 
 
 async def started_engine(version: int = 0) -> FakeEngine:
@@ -154,11 +157,11 @@ async def test_5_an_environment_that_fails_is_never_a_reward_of_zero() -> None:
 
 @on_virtual_time
 async def test_6_no_episode_waits_for_a_slower_one() -> None:
-    """`extra` groups are played in addition to those that are needed. The first groups that end are kept, and the
+    """`groups_extra` groups are played in addition to those that are needed. The first groups that end are kept, and the
     others are cancelled: the batch does not wait for the slowest environment."""
     slow, fast = (GroupTicket(task="guess", number=number, seed=seed) for number, seed in enumerate((1, 2)))
-    async with Rollout(settings_of(Slow), await started_engine(), CODEC) as rollout:
-        batch = await rollout.collect([slow, fast], groups=1, extra=1)
+    async with Rollout(settings_of(Slow, groups_extra=1), await started_engine(), CODEC) as rollout:
+        batch = await rollout.collect([slow, fast], groups=1)
     assert [group.id for group in batch.groups] == [fast.group]
     assert batch.ended_s < 100.0
     assert {each.ending for group in batch.left_out for each in group.all_trajectories()} == {Ending.CANCELLED}

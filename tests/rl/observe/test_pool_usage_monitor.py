@@ -20,7 +20,7 @@ from tangram.config import DeviceConfig, ModelConfig
 from tangram.core.messages import Effect, Event, cpu_node
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import Quota
-from tangram.rl.observe import pool_usage
+from tangram.rl.observe import pool_usage_monitor
 from tangram.rl.observe.pool_usage_monitor import PoolUsageMonitor, use_between
 from tangram.rl.runs.metrics_lines import PoolUse
 from tangram.runtime.orchestrator import Orchestrator
@@ -177,7 +177,7 @@ SIZE = 256 << 10
 
 
 def test_a_remote_service_reports_cpu_quotas_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_usage, "POLL_S", 0.01)
+    monkeypatch.setattr(pool_usage_monitor, "POLL_S", 0.01)
     judge = ModelConfig(
         name="judge", engine="tests.managers.models.bytes_engine:BytesEngine", arguments={"seed": 1, "size": SIZE}
     )
@@ -286,7 +286,7 @@ def test_a_run_that_was_dropped_in_between_is_not_subtracted() -> None:
 
 
 def test_a_service_that_stopped_answering_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_usage, "POLL_S", 0.01)
+    monkeypatch.setattr(pool_usage_monitor, "POLL_S", 0.01)
 
     async def main() -> None:
         async with serving(tmp_path, backend="fake") as up:

@@ -24,13 +24,15 @@ from tangram.rl.trajectories.training_batch import Demonstration
 
 
 async def demonstrate(
-    settings: TrainSettings, agent: str, episodes: int, client: Client | None = None
+    settings: TrainSettings, agent: str, episodes: int, client: Client | None = None, tasks: tuple[str, ...] = ()
 ) -> list[Demonstration]:
-    """Returns episodes of an agent for each of the tasks."""
+    """Returns episodes of an agent for each of the tasks, or for all."""
     all_tasks, tokenised = tasks_of(settings), []
     codec = codec_of(settings, all_tasks)
     for task, task_settings in zip(all_tasks, settings.tasks, strict=True):
         name = task_settings.name
+        if tasks and name not in tasks:
+            continue
         seeds = random.Random(f"{settings.seed}/{name}/{agent}").sample(range(1 << 31), episodes)
         resources = ExternalResources(client=client, run=settings.run, trajectory=f"shown-{name}")
         played = await demonstrations(
@@ -47,18 +49,19 @@ async def clone_behaviour(
     agent: str = "expert",
     episodes: int = 512,
     steps: int = 200,
+    tasks: tuple[str, ...] = (),
     client: Client | None = None,
 ) -> float:
     """Trains a policy as described by `[policy]`, with batch and learning rate of `[warm_start]`. The vocabulary is
-    that of all tasks of the settings. Returns the last loss, in nats per token. The same settings make the same policy,
-    on one thread. Raises InvalidConfig and ManagerError."""
+    that of all tasks of the settings, even if it learns only some. Returns the last loss, in nats per token. The same
+    settings make the same policy, on one thread. Raises InvalidConfig and ManagerError."""
     from tangram.rl.model.learner import Learner
     from tangram.rl.model.model_folder import save
 
     codec = codec_of(settings, tasks_of(settings))
     model = first_model(settings, codec.size)
     learner = Learner(settings, model, reward_low={}, tokens_longest=1)
-    examples = await demonstrate(settings, agent, episodes, client)
+    examples = await demonstrate(settings, agent, episodes, client, tasks)
     rng, loss = random.Random(f"{settings.seed}/imitated"), 0.0
     size, shuffled = settings.warm_start.batch, list[Demonstration]()
     for _ in range(steps):
