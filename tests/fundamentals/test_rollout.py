@@ -157,8 +157,8 @@ async def test_5_an_environment_that_fails_is_never_a_reward_of_zero() -> None:
 
 @on_virtual_time
 async def test_6_no_episode_waits_for_a_slower_one() -> None:
-    """`groups_extra` groups are played in addition to those that are needed. The first groups that end are kept, and the
-    others are cancelled: the batch does not wait for the slowest environment."""
+    """`groups_extra` groups are played in addition to those that are needed. The first groups that end are kept, and
+    the others are cancelled: the batch does not wait for the slowest environment."""
     slow, fast = (GroupTicket(task="guess", number=number, seed=seed) for number, seed in enumerate((1, 2)))
     async with Rollout(settings_of(Slow, groups_extra=1), await started_engine(), CODEC) as rollout:
         batch = await rollout.collect([slow, fast], groups=1)

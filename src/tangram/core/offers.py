@@ -1,8 +1,8 @@
 """Offers: which waiting action the policy may start next, and what each one that cannot start waits for.
 
-Owns the order in which waiting actions are offered: fair share over runs first, then ageing, then the policy's own
-order. Sets aside the lanes whose first action cannot start, closes pools to the actions behind an aged one, and renews
-learned reserves. Never writes the ledger. Promises that every candidate fits, at its minimum, when it is offered.
+Offers waiting actions in the order of the queue (queue.py). Sets aside the lanes whose first action cannot start,
+closes pools to the actions behind an aged one, and renews learned reserves. Never writes the ledger. Promises that
+every candidate fits, at its minimum, when it is offered.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ START_S_MAX = 300.0
 CLOSE_S_MAX = 2.0
 """Time limit for the exit of a child that was closed. It checks between two pieces of work."""
 HEARTBEATS_PER_HANG = 5
+"""The number of heartbeats that a child sends in `hang_s`, and of checks. Any message counts as a heartbeat."""
 OUTPUT_TAIL_BYTES_MAX = 8192
 """Bytes kept of the child's output: the reason of a failure is at its end."""
 OUTPUT_TAIL_SHOWN = 800

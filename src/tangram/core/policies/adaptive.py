@@ -1,5 +1,8 @@
 """The default scheduling policy: shortest expected work first, shared cores, resizing of running actions.
 
+Decides how much each action gets, and the order of actions within a run. Which run is next, and which action the policy
+may start, is decided by core/offers.py.
+
 Differences from the published algorithm, `Paper` (docs/concepts/policies.md has the measured reasons):
 
 - The order is by expected unit-seconds, smallest first; API calls go by arrival. Ageing in the scheduler prevents

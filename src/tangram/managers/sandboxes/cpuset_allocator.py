@@ -75,6 +75,8 @@ class CpusetAllocator:
         return self._repack() if hot - cold >= RELIEF_MIN else {}
 
     def weight(self, action: str) -> int:
+        """The weight of its group, in milli-cores. The kernel splits the weight of a group over its CPUs. Only the part
+        on the shared CPU competes with other actions, so every CPU gets that part."""
         placed = self._allocations[action]
         shared = placed.reserved - (placed.count - 1) * CORE
         return shared * placed.count if shared > 0 else placed.reserved

@@ -50,17 +50,17 @@ class _BufferedGroup(NamedTuple):
     """A group that waits or is being trained on."""
 
     number: int
-    waiting: WaitingGroup
+    stored: WaitingGroup
     bytes: int
 
     @property
     def group(self) -> Group:
-        return self.waiting.group
+        return self.stored.group
 
     @property
     def order_key(self) -> tuple[int, int]:
         """Sort key: oldest first."""
-        return self.waiting.version, self.number
+        return self.stored.version, self.number
 
 
 class SampleBuffer:
@@ -135,8 +135,8 @@ class SampleBuffer:
 
     @property
     def version_min(self) -> int:
-        """The staleness bound: the lowest version of a first token that can still be trained on. While a step runs,
-        the next one starts a version later, so samples too stale for that step are already lost."""
+        """The lowest version of a first token that can still be trained on. While a step runs, the next one starts a
+        version later, so samples too stale for that step can no longer be used."""
         return max(0, self._next_version - self._staleness_bound) if self._enforces_staleness else 0
 
     def has_started(self, number: int) -> bool:
@@ -220,7 +220,7 @@ class SampleBuffer:
         fresh = self._fresh()
         if self._batch_min is None or self._wait_s is None or not self._batch_min <= len(fresh) < self._batch:
             return None
-        return min(each.waiting.since for each in fresh) + self._wait_s
+        return min(each.stored.since for each in fresh) + self._wait_s
 
     def take(self, now: float) -> TrainingBatch | None:
         """Returns the batch of the next step: the oldest groups. Drops groups that are too stale, which
@@ -253,7 +253,7 @@ class SampleBuffer:
     def state(self) -> BufferState:
         return BufferState(
             version=self.version,
-            waiting=tuple(each.waiting for each in (*self._training.values(), *self._waiting.values())),
+            waiting=tuple(each.stored for each in (*self._training.values(), *self._waiting.values())),
             in_flight=self.in_flight,
             trained=self._settled.trained.ranges,
             dropped=self._settled.dropped.ranges,
@@ -344,7 +344,7 @@ class SampleBuffer:
         return self.version + 1 if self._training else self.version
 
     def _fresh(self) -> list[_BufferedGroup]:
-        return [each for each in self._waiting.values() if each.waiting.version >= self.version_min]
+        return [each for each in self._waiting.values() if each.stored.version >= self.version_min]
 
     def _from_later_weights(self) -> list[_BufferedGroup]:
         return [each for each in self._waiting.values() if (each.group.version_last or 0) > self.version]
@@ -354,7 +354,7 @@ class SampleBuffer:
         self._bytes += buffered.bytes
 
     def _drop_stale_waiting(self) -> list[DroppedGroup]:
-        old = [each for each in self._waiting.values() if each.waiting.version < self.version_min]
+        old = [each for each in self._waiting.values() if each.stored.version < self.version_min]
         return [self._drop_waiting(each, STALE) for each in old]
 
     def _fit(self) -> list[DroppedGroup]:

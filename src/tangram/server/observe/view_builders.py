@@ -60,6 +60,8 @@ class ObservedState(Protocol):
 
 
 def build_view(observed: ObservedState, run: str | None, now: float, at: float) -> View:
+    """`run`: the tenant that the view is for; None for an admin, who sees all runs. `at`: the same moment as `now`, in
+    wall-clock time."""
     scheduler, accounts = observed.scheduler, observed.accounts
     waiting_total = scheduler.waiting_count(run)
     running = scheduler.holding_entries(run)
@@ -239,8 +241,7 @@ def _waiting_view(observed: ObservedState, entry: Entry, reason: str) -> Waiting
 
 
 def queue_front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]:
-    """The first waiting actions in queue order: elders by arrival, then the run with the smallest share, and within it
-    aged actions by arrival, then by priority and the policy's key."""
+    """The first waiting actions in the order that `core/queue.py` defines. `run`: only its actions; None for all."""
     queue, now = scheduler.queue, scheduler.now
     runs = [each for name, each in queue.runs.items() if each.waiting and run in (None, name)]
     elder_since, aged_since = now - ELDER_FACTOR * queue.ageing_s, now - queue.ageing_s

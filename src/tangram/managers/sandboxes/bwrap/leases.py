@@ -212,18 +212,18 @@ class BwrapProgramLease(ExecLease):
 
     async def _collect_exit(self) -> ProgramExit:
         code: int | None = None
-        lost = self._stop_error
+        lost_reason = self._stop_error
         try:
-            code = await self._wait_exit_code() if not lost else None
+            code = await self._wait_exit_code() if not lost_reason else None
         except ManagerError as error:
-            lost = f"sandbox {self.sandbox.name} is gone" if self.sandbox.is_ending() else str(error)
-        if not lost and code == -signal.SIGKILL and not self.is_stopped and self.sandbox.is_ending():
-            lost = f"sandbox {self.sandbox.name} is gone: it ended while the action ran"
+            lost_reason = f"sandbox {self.sandbox.name} is gone" if self.sandbox.is_ending() else str(error)
+        if not lost_reason and code == -signal.SIGKILL and not self.is_stopped and self.sandbox.is_ending():
+            lost_reason = f"sandbox {self.sandbox.name} is gone: it ended while the action ran"
         usage, out_of_memory = self._usage()
-        await self._release(keep=not self.is_stopped and not lost)
+        await self._release(keep=not self.is_stopped and not lost_reason)
         return ProgramExit(
             code=None if code is None else shell_exit_code(code),
-            lost=lost,
+            lost=lost_reason,
             usage=usage,
             out_of_memory=out_of_memory,
             session_ended=self._session_ended(),

@@ -1,7 +1,7 @@
 """A bwrap sandbox: its control groups, the actions that run in it, and whether it is frozen.
 
 Owns the groups below its own: a reusable *slot* for each concurrent action, and one group for background processes.
-Makes no decisions. Promises that no process of a sandbox runs while no action runs, that weight and quota are those of
+Makes no decisions. Promises that no process of the agent runs while no action runs, that weight and quota are those of
 the grant, and that a closed sandbox leaves no group, process or directory.
 
     sandbox          weight: the reserves of its running actions; memory; number of processes
