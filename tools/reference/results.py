@@ -17,9 +17,9 @@ from tangram.errors import InvalidConfig
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 HEAD = """*Measured*: real execution on two cores. *Emulated*: real code, stated device speeds. *Simulated*:
-virtual time. Both sides of a ratio run in one command on the same work; intervals are 95 % over seeds. ACT is the
-action completion time: from submission to the end, waiting included. [All results](docs/reference/results.md) with
-their goals; [what each benchmark measures](docs/reference/benchmarks.md)."""
+virtual time. Both sides of a ratio run in one command on the same work; intervals are 95% over seeds. ACT is the
+action completion time: from submission to the end, waiting included. See [all results and
+goals](docs/reference/results.md), and [what each benchmark measures](docs/reference/benchmarks.md)."""
 
 
 class Headline(NamedTuple):
@@ -123,7 +123,7 @@ def _results(lines: bytes) -> list[BenchResult]:
 
 
 def _section(result: BenchResult) -> str:
-    rows = ["| metric | result | 95 % | goal |", "|---|---|---|---|"]
+    rows = ["| metric | result | 95% interval | goal |", "|---|---|---|---|"]
     rows += [_row(result, name) for name in result.metrics]
     settings = ", ".join(f"{name} {value}" for name, value in result.settings.items())
     parts = [f"## {result.name} ({result.label})", "\n".join(rows)]
