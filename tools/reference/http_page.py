@@ -60,7 +60,7 @@ def http_page(note: str) -> str:
 
     parts = [note, HEAD + "\n".join(f"| `{code}` | {status} |" for code, status in STATUS_BY_CODE.items()) + "\n"]
     parts.append("## Routes\n")
-    rows = ["| route | request | response | |", "|---|---|---|---|"]
+    rows = ["| route | request | response | meaning |", "|---|---|---|---|"]
     for route in ROUTES:
         query = f"?{'&'.join(each.name for each in route.query)}" if route.query else ""
         path = re.sub(r":path", "", route.path) + query
@@ -70,7 +70,7 @@ def http_page(note: str) -> str:
     parts.append("\n".join(rows) + "\n")
     parts.append("### Query parameters\n")
     queries = {each.name: each for route in ROUTES for each in route.query}
-    rows = ["| | default | |", "|---|---|---|"]
+    rows = ["| parameter | default | meaning |", "|---|---|---|"]
     rows += [
         f"| `{name}` | {_default(each.schema)} | {cell(each.description)} |" for name, each in sorted(queries.items())
     ]
@@ -119,7 +119,7 @@ def _record(kind: type[msgspec.Struct]) -> str:
     if about:
         lines.append(wrapped(" ".join(about.split())))
     tag = kind.__struct_config__.tag
-    rows = ["| | | |", "|---|---|---|"]
+    rows = ["| field | type | meaning |", "|---|---|---|"]
     if tag is not None:
         rows.append(f'| `type` | `"{tag}"` | |')
     if kind.__struct_config__.array_like:

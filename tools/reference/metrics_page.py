@@ -40,7 +40,9 @@ def metrics_page(note: str) -> str:
         families = [family for family in known if family.name.startswith(starts)]
         shown += families
         parts.append(f"## {title}\n")
-        parts.append("\n".join(["| name | kind | labels | |", "|---|---|---|---|", *map(_row, families)]) + "\n")
+        parts.append(
+            "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *map(_row, families)]) + "\n"
+        )
     assert sorted(family.name for family in shown) == sorted(family.name for family in known)
     parts.append("## Buckets\n")
     parts.append("The upper ends of the buckets, in seconds; the last one has no end.\n")
@@ -49,7 +51,7 @@ def metrics_page(note: str) -> str:
         if family.kind == HISTOGRAM:
             by_edges.setdefault(family.edges, []).append(f"`{family.name}`")
     rows = [f"| {', '.join(names)} | {', '.join(f'{edge:g}' for edge in edges)} |" for edges, names in by_edges.items()]
-    parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
+    parts.append("\n".join(["| metrics | upper ends |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 

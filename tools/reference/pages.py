@@ -72,7 +72,7 @@ def _verb(path: tuple[str, str], command: Any) -> str:
     parts = [f"## {name}\n", f"```text\n{usage}\n```\n", f"{command.help.strip()}\n"]
     rows = [f"| `{argument.metavar}` | {_cell(argument.help)} |" for argument in arguments]
     rows += [f"| `{_option(option)}` | {_cell(option.help)}{_default(option)} |" for option in options]
-    parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
+    parts.append("\n".join(["| argument or option | meaning |", "|---|---|", *rows]) + "\n")
     examples = _examples(command.epilog or "")
     if examples:
         lines = "\n".join(f"$ {line}" for line in examples)

@@ -93,7 +93,7 @@ def with_results(readme: str, lines: bytes) -> str:
 def headlines(results: list[BenchResult]) -> str:
     """A row for each headline whose benchmark is among the results."""
     result_by_name = {result.name: result for result in results}
-    rows = ["| | result | command |", "|---|---|---|"]
+    rows = ["| claim | result | command |", "|---|---|---|"]
     for row in HEADLINES:
         if result := result_by_name.get(row.benchmark):
             numbers = [_formatted(result, name) for name in row.metrics]
