@@ -38,8 +38,9 @@ help: ## list the targets
 	@echo "make TARGET [ARGS=...]"
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 18
 
+# A second call replaces the run of the first; ARGS=--resume continues it.
 run: $(STAMP) $(SYSTEM) ## train a policy on three tasks at once, in five minutes; see build/runs/multitask/report.html
-	@$(VENV)/bin/tangram train examples/multitask.toml --fresh $(ARGS)
+	@$(VENV)/bin/tangram train examples/multitask.toml $(if $(findstring --resume,$(ARGS)),,--fresh) $(ARGS)
 
 mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools; see build/mixed.html
 	@$(VENV)/bin/python examples/mixed/mixed.py --report build/mixed.html $(ARGS)

@@ -10,10 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from tangram.cli import app
 from tangram.errors import InvariantError
 from tangram.sim import trace_summary
 
@@ -24,15 +28,20 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120)
 
 
-def test_help_of_every_verb_has_examples(cli) -> None:
-    top = cli("--help")
-    assert top.code == 0 and "tangram sim" in top.out
-    for verb in ("sim", "plan", "bench", "trace"):
-        assert verb in top.out
-    for words in (["sim"], ["plan"], ["bench"], ["trace", "story"], ["trace", "show"], ["trace", "replay"]):
-        done = cli(*words, "--help")
-        assert done.code == 0
-        assert "Example" in done.out and f"tangram {' '.join(words)}" in done.out
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of each command and each group of commands."""
+    yield words
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*words, name))
+
+
+@pytest.mark.parametrize(
+    "words", list(commands(typer.main.get_command(app))), ids=lambda words: " ".join(words) or "all"
+)
+def test_the_help_of_every_command_has_examples(cli, words: tuple[str, ...]) -> None:
+    done = cli(*words, "--help")
+    assert done.code == 0
+    assert re.search(rf"Examples?\b.*tangram {' '.join(words)}", done.out, re.DOTALL), done.out
 
 
 def test_help_is_shown_as_a_flag_which_takes_no_value(cli) -> None:

@@ -43,7 +43,7 @@ HEADLINES = (
         ("async_vs_sync", "async_vs_one_off"),
     ),
     Headline(
-        "learning", "Held-out reward of three tasks after {} s of training together", "{}, {} and {}",
+        "learning", "Held-out reward of three tasks trained together, {} s after the start, warm start included", "{}, {} and {}",
         ("seconds_mix", "mix_frozenlake", "mix_codefix", "mix_lookup"),
     ),
     Headline(

@@ -114,7 +114,7 @@ tangram serve  [dim]# share this machine with several training runs[/dim]
 
 tangram status  [dim]# the state of the service[/dim]
 
-Every verb has examples: tangram sim --help
+Every command has examples: tangram sim --help
 """
 
 app = typer.Typer(

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from tangram.runtime.error_records import ErrorRecord
     from tangram.runtime.views import PoolView, View
 
-app = typer.Typer(help="List and resize pools, drain and undrain nodes (admin).", no_args_is_help=True)
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram pool list
+
+tangram pool resize cpu@local 12  [dim]# cores[/dim]
+"""
+
+app = typer.Typer(help="List and resize pools, drain and undrain nodes (admin).", epilog=EXAMPLES, no_args_is_help=True)
 
 MIB = 1 << 20
 UNITS_MAX = 1 << 53

@@ -24,7 +24,20 @@ if TYPE_CHECKING:
     from tangram.rl.runs.trajectory_log import TrajectoryLogReader
     from tangram.rl.trajectories.trajectory import Trajectory
 
-app = typer.Typer(help="Play, show and replay rollouts; check environments.", no_args_is_help=True)
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram rl rollout examples/rollout.toml  [dim]# play episodes, without training[/dim]
+
+tangram rl show rollout.jsonl
+
+tangram rl check codefix  [dim]# whether a task implements the protocol[/dim]
+"""
+
+app = typer.Typer(
+    help="Play, show, time and replay rollouts; evaluate checkpoints; check environments; plan hardware.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trajectory log; it may still be growing.")]
 TaskName = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only trajectories of this task.")]

@@ -18,7 +18,16 @@ from tangram.reports.printable import escape_unprintable
 if TYPE_CHECKING:
     from tangram.runtime.wire import Caps, RunReply, RunRequest
 
-app = typer.Typer(help="Create, list, change and revoke the tokens of runs (admin).", no_args_is_help=True)
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram token create nightly --weight 2
+
+tangram token list
+"""
+
+app = typer.Typer(
+    help="Create, renew, list, change and revoke the tokens of runs (admin).", epilog=EXAMPLES, no_args_is_help=True
+)
 
 EXIT_DECLINED = 1
 WEIGHT = 1.0
@@ -37,7 +46,7 @@ Sandboxes = Annotated[
 ]
 Waiting = Annotated[
     int | None,
-    typer.Option("--waiting", metavar="N", help="Actions that wait or run. 0: the limit of the config."),
+    typer.Option("--waiting", metavar="N", help="Unfinished actions, waiting or running. 0: the limit of the config."),
 ]
 Running = Annotated[
     int | None,

@@ -16,7 +16,16 @@ from tangram.reports import live, terminal
 if TYPE_CHECKING:
     from tangram.sim.trace_summary import RunTime, TraceSummary
 
-app = typer.Typer(help="Download the trace of a shared service; inspect traces.", no_args_is_help=True)
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram trace export live.jsonl  [dim]# download the trace of the service[/dim]
+
+tangram trace show live.jsonl
+"""
+
+app = typer.Typer(
+    help="Download the trace of a shared service; show and replay traces.", epilog=EXAMPLES, no_args_is_help=True
+)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --record or `trace export` wrote.")]
 
