@@ -43,8 +43,8 @@ HEADLINES = (
         ("async_vs_sync", "async_vs_one_off"),
     ),
     Headline(
-        "learning", "Held-out reward of three tasks trained together, {} s after the start, warm start included", "{}, {} and {}",
-        ("seconds_mix", "mix_frozenlake", "mix_codefix", "mix_lookup"),
+        "learning", "Held-out reward of three tasks trained together, {} s after the start, warm start included",
+        "{}, {} and {}", ("seconds_mix", "mix_frozenlake", "mix_codefix", "mix_lookup"),
     ),
     Headline(
         "exec", "Opening a sandbox; overhead of a command in it (p50)", "{} ms; {} ms",
