@@ -253,7 +253,7 @@ class PoolUseReading(msgspec.Struct, frozen=True, kw_only=True):
     private: bool = False
     """It belongs to one run, such as the pool of a function."""
     actions: int
-    """That settled; likewise the sums of their times."""
+    """The number of settled actions. The sums of times below are theirs."""
     act_s: float
     """Sum of their completion times."""
     act_cells: dict[int, int]

@@ -45,7 +45,7 @@ class TrainingSettings(ConfigTable, frozen=True, kw_only=True):
     """`sync`: a batch is played in lockstep turns, rewarded, then trained on. `sync+`: each trajectory at its own pace,
     with rewards as they end. `one-off`: the next batch is played to its end by the old weights while one is trained on
     (one-step off-policy). `start-bound`: trajectories continue across weight updates; staleness is bounded only when
-    they start. `async`: likewise, but a trajectory that becomes too stale is stopped immediately."""
+    they start. `async`: as `start-bound`, but a trajectory that becomes too stale is stopped immediately."""
     staleness: validators.CountOr0 = 1
     """α: versions between the first token of a trajectory and the gradient step that uses it. It applies to
     `start-bound` and `async`; with 0, playing and training alternate, and no sample is older than the weights."""
