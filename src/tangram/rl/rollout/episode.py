@@ -340,7 +340,7 @@ class Episode:
     async def _reset(self) -> str:
         task_context, settings = self._task_context, self._task_context.settings
         with self._time_stage(Stage.RESET) as timer:
-            await self._acquire_slot(task_context.slots.open, timer)
+            await self._acquire_slot(task_context.slots.reset_slots, timer)
             if self._try_number == 0 and self._rollout_context.barrier is not None:
                 self._rollout_context.barrier.join(self.id)
             try:
@@ -399,7 +399,7 @@ class Episode:
         """Returns the generation and its text. Raises ManagerError if it does not fit the request."""
         task_context, context = self._task_context, self._rollout_context
         with self._time_stage(Stage.GENERATE) as timer:
-            await self._acquire_slot(task_context.slots.turns, timer)
+            await self._acquire_slot(task_context.slots.play_slots, timer)
             await self._arrive_at_barrier(timer, "the slowest environment")
             self._raise_if_stopped()
             self._requests += 1
@@ -550,7 +550,7 @@ class Episode:
         self._rollout_context.on_stage_change(self, before)
 
     def _now(self) -> float:
-        return self._rollout_context.clock.now() - self._rollout_context.began
+        return self._rollout_context.clock.now() - self._rollout_context.began_at_s
 
     def _record(self, end: _EpisodeEnd) -> Trajectory:
         return Trajectory(

@@ -153,7 +153,7 @@ class Rollout:
             codec=codec,
             context_max=min(engine.context_max for engine in settings.engines),
             clock=clock,
-            began=clock.now() if began is None else began,
+            began_at_s=clock.now() if began is None else began,
             closer=EnvironmentCloser(),
             barrier=TurnBarrier() if barrier else None,
             stop_if_stale=self._stop_if_stale,
@@ -514,7 +514,7 @@ class Rollout:
             groups_in_flight.stop(Ending.CANCELLED, cause)
 
     def _now(self) -> float:
-        return self._context.clock.now() - self._context.began
+        return self._context.clock.now() - self._context.began_at_s
 
 
 def _is_older(episode: Episode | Trajectory, version_min: int) -> bool:
