@@ -186,8 +186,8 @@ class DockerManager(FilesMixin):
     # ---- events of the engine ----
 
     async def _listen(self) -> None:
-        """Handles the events of the engine and reconnects when it ends. Marks all containers as lost then: they end with
-        it, or at least the streams to the programs in them."""
+        """Handles the events of the engine and reconnects when it ends. Marks all containers as lost then: they end
+        with it, or at least the streams to the programs in them."""
         filters = {
             "type": ["container"],
             "event": ["die", "exec_die", "oom"],
