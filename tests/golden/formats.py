@@ -295,7 +295,8 @@ SETTINGS = TrainSettings(
 STEP = 40
 TURN = Turn(
     observation="look", observation_tokens=(1, 2), action="go", tokens=(3, 4), logprobs=(-0.5, -0.25),
-    versions=(39, 40), kept=((3, 5), (4,)), cut=True, engine="engine-0", prefilled=2, prefill_s=0.5, decode_s=0.25,
+    versions=(39, 40), candidate_token_ids=((3, 5), (4,)), truncated=True,
+    engine="engine-0", prefilled=2, prefill_s=0.5, decode_s=0.25,
 )  # fmt: skip
 TRAJECTORY = Trajectory(
     id="lake/7/0.0", task="lake", group="lake/7", member=0, attempt=0, seed=11, turns=(TURN,), observation="over",

@@ -495,6 +495,7 @@ def _trajectory_bytes(trajectory: Trajectory) -> int:
 
 
 def _turn_bytes(turn: Turn) -> int:
+    candidates = turn.candidate_token_ids
     return (
         TURN_BYTES
         + _text(turn.observation)
@@ -503,7 +504,7 @@ def _turn_bytes(turn: Turn) -> int:
         + _ints(turn.tokens)
         + _ints(turn.versions)
         + _floats(len(turn.logprobs))
-        + (TUPLE_BYTES + sum(POINTER_BYTES + _ints(ids) for ids in turn.kept) if turn.kept is not None else 0)
+        + (TUPLE_BYTES + sum(POINTER_BYTES + _ints(ids) for ids in candidates) if candidates is not None else 0)
     )
 
 

@@ -114,7 +114,7 @@ def select_trajectories(
 
 def is_overlong(trajectory: Trajectory) -> bool:
     """Whether it was cut off: it, or one of its actions, reached a limit before its end."""
-    return trajectory.ending is Ending.TRUNCATED or any(turn.cut for turn in trajectory.turns)
+    return trajectory.ending is Ending.TRUNCATED or any(turn.truncated for turn in trajectory.turns)
 
 
 def effective_reward(trajectory: Trajectory, settings: ObjectiveSettings, reward_low: Mapping[str, float]) -> float:

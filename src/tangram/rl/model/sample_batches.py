@@ -94,8 +94,10 @@ class PackedSamples:
             samples.teacher_logprobs = samples._logprobs(
                 [each.teacher_logprobs or () for each in trajectories], "teacher_logprobs"
             )
-        if any(turn.kept is not None for turn in turns):
-            samples._store_kept_ids([ids for turn in turns for ids in turn.kept or ((),) * len(turn.tokens)])
+        if any(turn.candidate_token_ids is not None for turn in turns):
+            samples._store_kept_ids(
+                [ids for turn in turns for ids in turn.candidate_token_ids or ((),) * len(turn.tokens)]
+            )
         return samples
 
     @classmethod

@@ -273,7 +273,7 @@ def fork_server_of(settings: RolloutSettings) -> ForkServer:
     from tangram.rl.inference.engines.process import PROGRAM
 
     fork_server = ForkServer(*{PROGRAM for engine in settings.engines if engine.kind == "process"})
-    fork_server.warm()
+    fork_server.start_importing()
     return fork_server
 
 

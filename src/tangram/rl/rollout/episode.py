@@ -298,8 +298,8 @@ class Episode:
                 tokens=generation.tokens,
                 logprobs=generation.logprobs,
                 versions=generation.versions,
-                kept=generation.kept,
-                cut=generation.finish == "length",
+                candidate_token_ids=generation.kept,
+                truncated=generation.finish == "length",
                 engine=generation.engine,
                 prefilled=generation.prefilled,
                 prefill_s=generation.prefill_s,
@@ -314,7 +314,7 @@ class Episode:
     def _encode_observation(self, observation: str) -> None:
         """The only place where an observation is encoded."""
         try:
-            cut = bool(self.turns) and self.turns[-1].cut
+            cut = bool(self.turns) and self.turns[-1].truncated
             self._observation_tokens = self._rollout_context.codec.encode_observation(
                 observation, first=not self.turns, cut=cut
             )

@@ -243,14 +243,16 @@ def _waiting_view(observed: ObservedState, entry: Entry, reason: str) -> Waiting
 def queue_front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]:
     """The first waiting actions in the order that `core/queue.py` defines. `run`: only its actions; None for all."""
     queue, now = scheduler.queue, scheduler.now
-    runs = [each for name, each in queue.runs.items() if each.waiting and run in (None, name)]
+    waiting_runs = [candidate for name, candidate in queue.runs.items() if candidate.waiting and run in (None, name)]
     elder_since, aged_since = now - ELDER_FACTOR * queue.ageing_s, now - queue.ageing_s
-    elders = nsmallest(most, [entry for each in runs for entry in _elders(each, elder_since, most)])
+    elders = nsmallest(
+        most, [entry for waiting_run in waiting_runs for entry in _elders(waiting_run, elder_since, most)]
+    )
     entry_by_seq = {entry.seq: entry for entry in elders}
-    for each in sorted(runs, key=lambda each: (each.usage.standing(now), each.served)):
+    for waiting_run in sorted(waiting_runs, key=lambda candidate: (candidate.usage.standing(now), candidate.served)):
         if len(entry_by_seq) >= most:
             break
-        first = [entry for lane in each.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
+        first = [entry for lane in waiting_run.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
         ranked = sorted([(_rank(entry, aged_since), entry) for entry in first])
         entry_by_seq.update({entry.seq: entry for _, entry in ranked if entry.seq not in entry_by_seq})
     return list(entry_by_seq.values())[:most]
@@ -273,8 +275,8 @@ def _lane_front(lane: Lane, most: int) -> list[Entry]:
     if lane.waiting <= most:
         return [entry for entry in lane.fifo if entry.lane is lane]
     oldest = islice((entry for entry in lane.fifo if entry.lane is lane), most)
-    first = nsmallest(most, [item for item in lane.heap if item[3].lane is lane])
-    return [*oldest, *[item[3] for item in first]]
+    first = nsmallest(most, [slot for slot in lane.heap if slot[-1].lane is lane])
+    return [*oldest, *(entry for *_, entry in first)]
 
 
 def foreign_ids(scheduler: Scheduler, run: str | None) -> list[str]:
