@@ -317,7 +317,7 @@ GROUP = Group(
 RUN_STATE = RunState(
     version=STEP, step=STEP, ticket_next=9,
     buffer=BufferState(
-        version=STEP, waiting=(WaitingGroup(group=GROUP, version=39, since=1.0),),
+        version=STEP, waiting=(WaitingGroup(group=GROUP, version=39, since_s=1.0),),
         in_flight=(GroupTicket(task="lake", number=8, seed=12, series="eval-", size=4, temperature=0.5),),
         trained=((0, 5),), dropped=((6, 6),), dropped_by_cause={"stale": 1}, trajectories_discarded=2,
         tokens_discarded=64, bytes_mean=512.0, puts=7,

@@ -606,7 +606,7 @@ def _checked_teacher_logprobs(logprobs: object, tokens: int) -> tuple[float, ...
         return None
     if not isinstance(logprobs, tuple) or len(logprobs) != tokens:
         raise TypeError(f"expected teacher_logprobs of {tokens} tokens, got {str(logprobs)[:100]}")
-    values = tuple(plain_number(each, "teacher_logprobs") for each in logprobs)
+    values = tuple(plain_number(logprob, "teacher_logprobs") for logprob in logprobs)
     if not all(map(math.isfinite, values)):
         raise TypeError("expected finite teacher_logprobs")
     return values

@@ -79,9 +79,9 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 def settings_of(trajectory: Trajectory, settings: RolloutSettings | None) -> TaskSettings:
     """Returns the settings of its task, or the defaults. Raises InvalidConfig."""
     if settings is not None:
-        for each in settings.tasks:
-            if each.name == trajectory.task:
-                return each
+        for task_settings in settings.tasks:
+            if task_settings.name == trajectory.task:
+                return task_settings
     return TaskSettings(name=trajectory.task)
 
 
@@ -238,9 +238,9 @@ class RecordedGenerator:
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._by_session: dict[str, Trajectory] = {}
         self._by_sampling_seed: dict[tuple[str, int, int, int], Trajectory] = {}
-        for each in trajectories:
-            self._by_session[each.id] = each
-            self._by_sampling_seed[each.task, each.seed, each.member, each.attempt] = each
+        for trajectory in trajectories:
+            self._by_session[trajectory.id] = trajectory
+            self._by_sampling_seed[trajectory.task, trajectory.seed, trajectory.member, trajectory.attempt] = trajectory
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises InvalidInput for a request that was not recorded."""

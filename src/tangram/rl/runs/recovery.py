@@ -90,4 +90,4 @@ def recover_buffer(checkpoint: Checkpoint, entries: Iterable[SampleEntry]) -> Re
 def _waiting_group(group: Group, version: int) -> WaitingGroup:
     first = group.version_first
     # The restored buffer measures the wait from its own start: clocks of two processes are not comparable.
-    return WaitingGroup(group=group, version=version if first is None else first, since=math.inf)
+    return WaitingGroup(group=group, version=version if first is None else first, since_s=math.inf)

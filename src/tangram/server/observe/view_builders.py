@@ -65,7 +65,9 @@ def build_view(observed: ObservedState, run: str | None, now: float, at: float) 
     scheduler, accounts = observed.scheduler, observed.accounts
     waiting_total = scheduler.waiting_count(run)
     running = scheduler.holding_entries(run)
-    sandboxes = [each for each in reversed(observed.sandboxes.by_name.values()) if run is None or each.run == run]
+    sandboxes = [
+        sandbox for sandbox in reversed(observed.sandboxes.by_name.values()) if run is None or sandbox.run == run
+    ]
     # A run without an account is counted among others, whose numbers it must not see.
     account = None if run is None else accounts.runs.get(run, RunAccount(run))
     return View(
@@ -87,7 +89,9 @@ def build_view(observed: ObservedState, run: str | None, now: float, at: float) 
 
 def _sandbox_views(observed: ObservedState, sandboxes: list[TrackedSandbox], now: float) -> tuple[SandboxView, ...]:
     instance_by_name = {instance.sandbox: instance for instance in observed.instances()}
-    return tuple([_sandbox_view(observed.scheduler, each, instance_by_name.get(each.name), now) for each in sandboxes])
+    return tuple(
+        [_sandbox_view(observed.scheduler, sandbox, instance_by_name.get(sandbox.name), now) for sandbox in sandboxes]
+    )
 
 
 def _sandbox_view(
@@ -126,7 +130,9 @@ def _run_views(observed: ObservedState, run: str | None, running: list[Entry]) -
     if run is None:
         named = [name for name in accounts.runs if name in runs]
         shown = [run_view(shares, accounts.runs[name], [runs[name]]) for name in named]
-        unnamed = run_view(shares, accounts.other, [each for name, each in runs.items() if name not in accounts.runs])
+        unnamed = run_view(
+            shares, accounts.other, [other_run for name, other_run in runs.items() if name not in accounts.runs]
+        )
         return tuple(shown) if _is_empty(unnamed) else (*shown, unnamed)
     own = accounts.runs.get(run)
     if own is None:
@@ -139,7 +145,7 @@ def _run_views(observed: ObservedState, run: str | None, running: list[Entry]) -
         others.sandboxes += other.sandboxes
     others.running -= own.running
     others.sandboxes -= own.sandboxes
-    other_runs = [each for name, each in runs.items() if name != run]
+    other_runs = [other_run for name, other_run in runs.items() if name != run]
     own_view = run_view(shares, own, [runs[run]] if run in runs else [])
     return (own_view, run_view(shares, others, other_runs)) if other_runs else (own_view,)
 
