@@ -166,7 +166,9 @@ class Router:
             raise self._no_engine(self._supervisors, "no engine is left to apply the weights")
         if all(supervisor.applied_update < number for supervisor in self._supervisors):
             reasons = "; ".join(
-                f"{each.name}: {each.refusal_reason}" for each in self._supervisors if each.refused_update >= number
+                f"{supervisor.name}: {supervisor.refusal_reason}"
+                for supervisor in self._supervisors
+                if supervisor.refused_update >= number
             )
             raise ManagerError(
                 f"no engine applied version {weights.version}, so they continue with version "
