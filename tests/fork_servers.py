@@ -38,10 +38,10 @@ def shared() -> Iterator[None]:
         return lasting if any(engine.kind == "process" for engine in settings.engines) else own(settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "NO_FORK_SERVER", lasting)
+        patch.setattr(child, "DISABLED_FORK_SERVER", lasting)
         patch.setattr(assembly, "fork_server_of", fork_server_of)
         patch.setattr(pipeline, "fork_server_of", fork_server_of)
-        lasting.warm()
+        lasting.start_importing()
         try:
             yield
         finally:
@@ -60,7 +60,7 @@ class Pool:
         server = self._servers.get(key)
         if server is None:
             server = self._servers[key] = Lasting(*modules, env=environment)
-        server.warm()  # before a test counts its descriptors
+        server.start_importing()  # before a test counts its descriptors
         return server
 
     def end(self) -> None:

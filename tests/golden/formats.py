@@ -295,7 +295,8 @@ SETTINGS = TrainSettings(
 STEP = 40
 TURN = Turn(
     observation="look", observation_tokens=(1, 2), action="go", tokens=(3, 4), logprobs=(-0.5, -0.25),
-    versions=(39, 40), kept=((3, 5), (4,)), cut=True, engine="engine-0", prefilled=2, prefill_s=0.5, decode_s=0.25,
+    versions=(39, 40), candidate_token_ids=((3, 5), (4,)), truncated=True,
+    engine="engine-0", prefilled=2, prefill_s=0.5, decode_s=0.25,
 )  # fmt: skip
 TRAJECTORY = Trajectory(
     id="lake/7/0.0", task="lake", group="lake/7", member=0, attempt=0, seed=11, turns=(TURN,), observation="over",
@@ -316,7 +317,7 @@ GROUP = Group(
 RUN_STATE = RunState(
     version=STEP, step=STEP, ticket_next=9,
     buffer=BufferState(
-        version=STEP, waiting=(WaitingGroup(group=GROUP, version=39, since=1.0),),
+        version=STEP, waiting=(WaitingGroup(group=GROUP, version=39, since_s=1.0),),
         in_flight=(GroupTicket(task="lake", number=8, seed=12, series="eval-", size=4, temperature=0.5),),
         trained=((0, 5),), dropped=((6, 6),), dropped_by_cause={"stale": 1}, trajectories_discarded=2,
         tokens_discarded=64, bytes_mean=512.0, puts=7,

@@ -162,7 +162,7 @@ def test_children_die_with_the_fork_server_and_the_next_one_starts() -> None:
 
 def test_a_server_is_reaped_even_if_closing_it_is_cancelled() -> None:
     async def test(fork_server: ForkServer, _: Callable[[], Child]) -> None:
-        fork_server.warm()
+        fork_server.start_importing()
         pid = fork_server.pid
         closing = asyncio.create_task(fork_server.aclose())
         await asyncio.sleep(0)
@@ -178,7 +178,7 @@ def test_a_server_is_reaped_even_if_closing_it_is_cancelled() -> None:
 
 def test_a_child_without_a_waiter_is_ended() -> None:
     async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
-        fork_server.warm()
+        fork_server.start_importing()
         os.kill(fork_server.pid, signal.SIGSTOP)
         child = new_child()
         asking = asyncio.create_task(child.start(fork_server))
@@ -257,7 +257,7 @@ def test_a_request_that_exceeds_a_packet_is_spawned_without_forking() -> None:
 
 def test_requests_that_do_not_fit_into_the_socket_at_once_are_all_forked() -> None:
     async def test(fork_server: ForkServer, new_child: Callable[[], Child]) -> None:
-        fork_server.warm()
+        fork_server.start_importing()
         os.kill(fork_server.pid, signal.SIGSTOP)
         children = [new_child() for _ in range(8)]
         asking = [asyncio.create_task(child.start(fork_server, LONG="x" * 60_000)) for child in children]

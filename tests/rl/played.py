@@ -30,8 +30,8 @@ def turn(
         tokens=tuple(action),
         logprobs=tuple(logprobs) if logprobs is not None else (-1.0,) * len(action),
         versions=(version,) * len(action),
-        kept=None if kept is None else tuple(tuple(ids) for ids in kept),
-        cut=cut,
+        candidate_token_ids=None if kept is None else tuple(tuple(ids) for ids in kept),
+        truncated=cut,
     )
 
 

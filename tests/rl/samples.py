@@ -47,7 +47,7 @@ def turn(version: int, tokens: int = 1) -> Turn:
 
 
 def waiting(number: int, *versions: int) -> WaitingGroup:
-    return WaitingGroup(group=group(number, *versions), version=min(versions, default=0), since=1.0)
+    return WaitingGroup(group=group(number, *versions), version=min(versions, default=0), since_s=1.0)
 
 
 def run_state(

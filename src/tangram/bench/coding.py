@@ -25,7 +25,8 @@ from tangram.sim.simulate import simulate
 from tangram.sim.traces import load_coding
 from tangram.sim.workloads import build
 
-PODS, PODS_LARGE, OURS, OURS_PERFECT, ALONE = "pods:0.5", "pods:1", "adaptive", "adaptive with exact estimates", "alone"
+PODS, PODS_LARGE, ALONE = "pods:0.5", "pods:1", "alone"
+ADAPTIVE, ADAPTIVE_PERFECT = "adaptive", "adaptive with exact estimates"
 TRACE_FILE = "coding_actions.csv"
 
 ACT_GOALS = {16: at_least(6.0), 32: at_least(6.0), 64: at_least(4.0), 256: at_least(0.98)}
@@ -39,7 +40,7 @@ MetricRow = dict[str, float]
 class CodingSizes(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 512
     cores: tuple[int, ...] = (16, 32, 64, 256)
-    """Sizes from deep overload to a pod's request for every trajectory."""
+    """Sizes from heavily overloaded to every pod admitted at once."""
     learning_cores: int = 32
     """Number of cores at which learning is compared with perfect knowledge."""
     gib_per_core: float = 9.4
@@ -74,21 +75,21 @@ def measure(sizes: CodingSizes, run: BenchRun) -> None:
 def _compare(run: BenchRun, sizes: CodingSizes, path: Path | None, progress: Progress) -> None:
     """Compare all sides on the same work; every side of a seed is a separate job."""
     suffix, all_cores = ("", sizes.cores) if path is None else ("_trace", sizes.trace_cores)
-    sides: list[CodingSide] = [(ALONE, max(all_cores)), (OURS_PERFECT, sizes.learning_cores)]
-    sides += [(name, cores) for name in (OURS, PODS, PODS_LARGE) for cores in all_cores]  # longest first
+    sides: list[CodingSide] = [(ALONE, max(all_cores)), (ADAPTIVE_PERFECT, sizes.learning_cores)]
+    sides += [(name, cores) for name in (ADAPTIVE, PODS, PODS_LARGE) for cores in all_cores]  # longest first
     rows = run_sides(partial(simulate_side, sizes, path), sides, sizes.seeds, run.processes, progress)
     alone = rows[ALONE, max(all_cores)]
     for cores in all_cores:
         _add_metrics_at(run, rows, alone, cores, f"{cores}{suffix}", goals=not suffix)
-    pods, learned, perfect = (rows[name, sizes.learning_cores] for name in (PODS, OURS, OURS_PERFECT))
+    pods, learned, perfect = (rows[name, sizes.learning_cores] for name in (PODS, ADAPTIVE, ADAPTIVE_PERFECT))
     gains = zip(_gains(pods, learned), _gains(pods, perfect), strict=True)
     share = mean_of([gain / possible for gain, possible in gains])
     run.add(f"learned_share{suffix}", share, None if suffix else at_least(0.8))
     run.add(f"act_ratio_known_{sizes.learning_cores}{suffix}", paired_ratio(pods, perfect, "mean"))
 
 
-def _gains(pods: list[MetricRow], ours: list[MetricRow]) -> list[float]:
-    return [p["mean"] / o["mean"] - 1.0 for p, o in zip(pods, ours, strict=True)]
+def _gains(pods: list[MetricRow], adaptive: list[MetricRow]) -> list[float]:
+    return [pod["mean"] / own["mean"] - 1.0 for pod, own in zip(pods, adaptive, strict=True)]
 
 
 def _add_metrics_at(
@@ -101,26 +102,26 @@ def _add_metrics_at(
     goals: bool,
 ) -> None:
     """Add the metrics at one number of cores."""
-    pods, ours = rows[PODS, cores], rows[OURS, cores]
-    run.add(f"act_ratio_{suffix}", paired_ratio(pods, ours, "mean"), ACT_GOALS.get(cores) if goals else None)
+    pods, adaptive = rows[PODS, cores], rows[ADAPTIVE, cores]
+    run.add(f"act_ratio_{suffix}", paired_ratio(pods, adaptive, "mean"), ACT_GOALS.get(cores) if goals else None)
     run.add(f"ceiling_ratio_{suffix}", paired_ratio(pods, alone, "mean"), PRINTED if goals else None)
-    run.add(f"step_ratio_{suffix}", paired_ratio(pods, ours, "step"), STEP_GOALS.get(cores) if goals else None)
+    run.add(f"step_ratio_{suffix}", paired_ratio(pods, adaptive, "step"), STEP_GOALS.get(cores) if goals else None)
     run.add(f"step_ceiling_ratio_{suffix}", paired_ratio(pods, alone, "step"))
-    run.add(f"p99_ratio_{suffix}", paired_ratio(pods, ours, "p99"))
-    run.add(f"weighted_act_ratio_{suffix}", paired_ratio(pods, ours, "weighted"))
-    run.add(f"act_ratio_pods1_{suffix}", paired_ratio(rows[PODS_LARGE, cores], ours, "mean"))
-    run.add(f"load_{suffix}", mean_of([row["need_s"] / (cores * row["span"]) for row in alone]))
-    for name, side in (("pods", pods), ("adaptive", ours)):
-        for number in ("mean", "p99"):
-            run.add(f"act_{number}_s_{name}_{suffix}", mean_of([row[number] for row in side]))
+    run.add(f"p99_ratio_{suffix}", paired_ratio(pods, adaptive, "p99"))
+    run.add(f"weighted_act_ratio_{suffix}", paired_ratio(pods, adaptive, "weighted"))
+    run.add(f"act_ratio_pods1_{suffix}", paired_ratio(rows[PODS_LARGE, cores], adaptive, "mean"))
+    run.add(f"load_{suffix}", mean_of([row["need_s"] / (cores * row["span_s"]) for row in alone]))
+    for name, side in (("pods", pods), ("adaptive", adaptive)):
+        for statistic in ("mean", "p99"):
+            run.add(f"act_{statistic}_s_{name}_{suffix}", mean_of([row[statistic] for row in side]))
 
 
 def simulate_side(sizes: CodingSizes, path: Path | None, side: CodingSide, seed: int) -> MetricRow:
     name, cores = side
     workload = _workload(sizes, path, seed)
-    knowledge = "perfect" if name == OURS_PERFECT else "learned"
+    knowledge = "perfect" if name == ADAPTIVE_PERFECT else "learned"
     pools = cpu_node("n0", cores, sizes.gib_per_core * cores)
-    result = simulate(workload, OURS if name == OURS_PERFECT else name, pools, knowledge=knowledge)
+    result = simulate(workload, ADAPTIVE if name == ADAPTIVE_PERFECT else name, pools, knowledge=knowledge)
     steps = {
         f"{episode.id}.{t}.{i}": step
         for episode in workload.episodes
@@ -135,7 +136,7 @@ def simulate_side(sizes: CodingSizes, path: Path | None, side: CodingSide, seed:
         "p99": float(np.percentile(acts, 99)),
         "weighted": float((acts * weights).sum() / weights.sum()),
         "step": result.makespan_s,
-        "span": math.fsum(result.episode_ends) / len(result.episode_ends),
+        "span_s": math.fsum(result.episode_ends) / len(result.episode_ends),
         "need_s": math.fsum(step.work_s * step.busy for step in steps.values()),
     }
 

@@ -88,10 +88,10 @@ def _run_by_client(sizes: QuotaSizes) -> list[str]:
 async def _calls(t: Client, url: str, run: str, left: Iterator[int], waits: list[float]) -> None:
     api = t.api("search", url, run=run, retries=0)
     for _ in left:  # shared by all clients
-        began = time.monotonic()
+        began_at_s = time.monotonic()
         response = await api.get("call")
         assert response.ok, response
-        waits.append(time.monotonic() - began)
+        waits.append(time.monotonic() - began_at_s)
 
 
 async def _run_uncontrolled(sizes: QuotaSizes) -> tuple[QuotaServerStats, int, float]:
@@ -106,12 +106,12 @@ async def _run_uncontrolled(sizes: QuotaSizes) -> tuple[QuotaServerStats, int, f
             failed += not await _call_with_retries(http, f"{server.url}/call")
 
     async with QuotaServerProcess(sizes.units, sizes.window_s, bucket=False, latency_s=sizes.latency_s) as server:
-        began = time.monotonic()
+        began_at_s = time.monotonic()
         try:
             await asyncio.gather(*(client() for _ in range(sizes.clients)))
         finally:
             await http.close()
-        return await server.stats(), failed, time.monotonic() - began
+        return await server.stats(), failed, time.monotonic() - began_at_s
 
 
 async def _call_with_retries(http: HttpClient, url: str) -> bool:

@@ -100,9 +100,9 @@ async def _run_calls(sizes: ServicesSizes, devices: int, seed: int) -> tuple[flo
 
 async def _call(t: Client, at: float, name: str, seconds: float, checksum: int) -> float:
     await asyncio.sleep(at)
-    began = time.monotonic()
+    began_at_s = time.monotonic()
     result = await t.infer(name, {"seconds": seconds}, run=name)
-    act_s = time.monotonic() - began
+    act_s = time.monotonic() - began_at_s
     assert result.json() == checksum, f"{name} answered from other weights than its own"
     return act_s
 
@@ -139,9 +139,9 @@ class _MemoryCopy:
 
     def copy(self) -> float:
         """Copy, and return the seconds."""
-        began = time.perf_counter()
+        began_at_s = time.perf_counter()
         memoryview(self._to)[:] = memoryview(self._from)
-        return time.perf_counter() - began
+        return time.perf_counter() - began_at_s
 
 
 async def _measure_resident(sizes: ServicesSizes) -> float:
@@ -149,8 +149,8 @@ async def _measure_resident(sizes: ServicesSizes) -> float:
     emulated = [Emulated(memory_bytes=2 * MIB, bandwidth=1e15)]
     async with connect(backend="process", services=[_service(0, MIB)], devices=emulated) as t:
         for number in range(sizes.resident_calls + 20):
-            began = time.perf_counter()
+            began_at_s = time.perf_counter()
             (await t.infer("model-0", {"checks": False})).check()
             if number >= 20:
-                seconds.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began_at_s)
     return statistics.median(seconds) * 1e3

@@ -42,12 +42,12 @@ class Checksum(Engine):
 
     def call(self, loaded: list[memoryview], payloads: list[bytes]) -> list[bytes]:
         requests = [msgspec.json.decode(payload, type=ChecksumRequest) for payload in payloads]
-        began = time.monotonic()
+        began_at_s = time.monotonic()
         checksum = 0
         if any(each.checks for each in requests):
             for view in loaded:
                 checksum = zlib.crc32(view, checksum)
-        time.sleep(max(0.0, max(each.seconds for each in requests) - (time.monotonic() - began)))
+        time.sleep(max(0.0, max(each.seconds for each in requests) - (time.monotonic() - began_at_s)))
         return [msgspec.json.encode(checksum) for _ in payloads]
 
     def unload(self, loaded: list[memoryview]) -> None:

@@ -115,10 +115,10 @@ async def _sample_memory(service: ServiceProcess, load: SoakLoad, seconds: float
     samples = []
 
     async def sample() -> None:
-        began = time.monotonic()
+        began_at_s = time.monotonic()
         while True:
             samples.append(service.rss_bytes())
-            progress(0.1 + 0.9 * min(1.0, (time.monotonic() - began) / seconds))
+            progress(0.1 + 0.9 * min(1.0, (time.monotonic() - began_at_s) / seconds))
             await asyncio.sleep(SAMPLE_S)
 
     sampling = asyncio.create_task(sample())

@@ -90,12 +90,12 @@ def evaluate(
                 )
                 typer.echo(f"tangram: {message}", err=True)
         tickets = held_out_tickets(settings, eval_options.episodes, temperature=eval_options.temperature, first=seed)
-        began = time.monotonic()
+        began_at_s = time.monotonic()
         try:
             scores = asyncio.run(_play(loaded, settings, tickets, out, quiet=quiet or as_json))
         except InvalidConfig as error:
             raise _translate_error(loaded, error) from error
-        result = _summary(loaded, eval_options, settings, scores, time.monotonic() - began)
+        result = _summary(loaded, eval_options, settings, scores, time.monotonic() - began_at_s)
     if as_json:
         show.print_json(result)
     else:

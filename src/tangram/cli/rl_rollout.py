@@ -183,7 +183,7 @@ async def _play(
     from tangram.rl.trajectories.codec import WordCodec
 
     _, codec = require_playable(settings)
-    began = asyncio.get_running_loop().time()  # includes the start of the engines
+    began_at_s = asyncio.get_running_loop().time()  # includes the start of the engines
     async with AsyncExitStack() as stack:
         log = None
         if out is not None:
@@ -192,7 +192,7 @@ async def _play(
 
         def on_event(event: AnyRouterEvent) -> None:
             if log is not None:
-                log.append(engine_event(event, since=began))
+                log.append(engine_event(event, since=began_at_s))
             happened.add(event)
 
         def on_end(trajectory: Trajectory) -> None:
@@ -208,7 +208,7 @@ async def _play(
                     on_end=on_end,
                     observer=progress,
                     on_event=on_event,
-                    began=began,
+                    began_at_s=began_at_s,
                     progress=lambda share, words: (
                         starting(round(100 * share), 100, words) if starting is not None else None
                     ),

@@ -259,7 +259,9 @@ def _print_turn(console: Console, place: int, turn: Turn, text_of: TextOf | None
     observed = pluralize(len(turn.observation_tokens), "token")
     read = f"{observed} read ({turn.prefilled:,} by the engine, {elapsed(turn.prefill_s)})"
     decoded = f"{len(turn.tokens):,} decoded{engine} ({elapsed(turn.decode_s)})"
-    terminal.print_plain(console, f"\nturn {place}: {read}, {decoded}" + (", cut at its limit" if turn.cut else ""))
+    terminal.print_plain(
+        console, f"\nturn {place}: {read}, {decoded}" + (", cut at its limit" if turn.truncated else "")
+    )
     _print_text(console, turn.observation, "  < ")
     _print_text(console, turn.action, "  > ")
     shown = turn.tokens[:TOKENS_MAX]
@@ -270,11 +272,12 @@ def _print_turn(console: Console, place: int, turn: Turn, text_of: TextOf | None
     table = terminal.table("")
     table.title = None
     text_head = ["text"] if text_of is not None else []
-    for head in ("token", *text_head, "log-prob", "prob", "version", *(["among"] if turn.kept is not None else [])):
+    candidates = turn.candidate_token_ids
+    for head in ("token", *text_head, "log-prob", "prob", "version", *(["among"] if candidates is not None else [])):
         table.add_column(head, justify="left" if head == "text" else "right", no_wrap=True)
     for at, token in enumerate(shown):
         logprob = turn.logprobs[at]
-        kept = [f"{len(turn.kept[at]):,}"] if turn.kept is not None else []
+        kept = [f"{len(candidates[at]):,}"] if candidates is not None else []
         probability = f"{math.exp(min(0.0, logprob)):.3f}"
         version = str(turn.versions[at])
         text = [truncate(text_of(token), NAME_WIDTH)] if text_of is not None else []

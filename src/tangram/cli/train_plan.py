@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tangram.rl.config.training_settings import TrainSettings
 
-ORDER = {
+DESCRIPTION_BY_MODE = {
     "sync": "a batch is played turn by turn, then trained on",
     "sync+": "a batch is played, each trajectory at its own pace, then trained on",
     "one-off": "the next batch is played by the old weights while one is trained on",
@@ -79,16 +79,16 @@ def _external_resources(settings: TrainSettings) -> dict[str, Any]:
 def plan_lines(plan: dict[str, Any]) -> list[str]:
     """The plan as text."""
     batch, resources, evaluation = plan["batch"], plan["resources"], plan["evaluation"]
-    most = f", at most {plan['seconds_max']:g} s" if plan["seconds_max"] is not None else ""
+    time_limit = f", at most {plan['seconds_max']:g} s" if plan["seconds_max"] is not None else ""
     lines = [
-        f"mode        {plan['mode']}, α {plan['alpha']}: {_order(plan['mode'], plan['alpha'])}",
-        f"steps       {plan['steps']:,}{most}; each of {batch['groups']} groups of {batch['members']}, "
+        f"mode        {plan['mode']}, α {plan['alpha']}: {_mode(plan['mode'], plan['alpha'])}",
+        f"steps       {plan['steps']:,}{time_limit}; each of {batch['groups']} groups of {batch['members']}, "
         f"{batch['trajectories']:,} trajectories; at most {plan['in_play_max']} groups started and not yet trained on",
         f"objective   {_objective(plan['objective'])}",
         f"policy      {plan['policy']}",
         f"warm start  {_warm_start(plan['warm_start'])}",
         f"evaluation  {_evaluation(evaluation)}",
-        f"resources   {_external_lines(resources)}",
+        f"resources   {_external_resources_text(resources)}",
         f"folder      {plan['folder']}: a checkpoint every {plan['checkpoints']['every']} steps, the newest "
         f"{plan['checkpoints']['keep']} are kept",
     ]
@@ -99,9 +99,9 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _order(mode: str, staleness_bound: int) -> str:
+def _mode(mode: str, staleness_bound: int) -> str:
     """The staleness rule as text; with α 0 no trajectory continues across updates."""
-    return ORDER["sync+" if staleness_bound == 0 and mode in ("start-bound", "async") else mode]
+    return DESCRIPTION_BY_MODE["sync+" if staleness_bound == 0 and mode in ("start-bound", "async") else mode]
 
 
 def _objective(objective: dict[str, Any]) -> str:
@@ -126,7 +126,7 @@ def _evaluation(evaluation: dict[str, Any]) -> str:
     )
 
 
-def _external_lines(resources: dict[str, Any]) -> str:
+def _external_resources_text(resources: dict[str, Any]) -> str:
     if not resources["where"]:
         return "nothing: all tasks are played and rewarded inside this process"
     acting = ", ".join(resources["tasks"])

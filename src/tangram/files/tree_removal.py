@@ -1,4 +1,4 @@
-"""Deletes directory trees of unknown content, and waits until they are on disk.
+"""Deletes directory trees of unknown content, and flushes file systems to disk.
 
 Owns nothing. Promises that nothing outside a tree is touched, for any links, depths and permissions in it.
 """
@@ -17,44 +17,44 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def remove_tree(path: str | Path) -> None:
     """Deletes a directory with its content, however deep: subdirectories are moved up before they are emptied, so two
     descriptors and no recursion suffice. Links are deleted, never followed."""
-    top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         token = f".lifted-{secrets.token_hex(8)}"
-        lifted = 0
+        moved_count = 0
         has_entries = True
         while has_entries:
             has_entries = False
-            with os.scandir(top) as entries:
+            with os.scandir(root_fd) as entries:
                 for entry in entries:
                     has_entries = True
                     if entry.is_dir(follow_symlinks=False):
-                        lifted = _remove_subdirectory(top, entry.name, token, lifted)
+                        moved_count = _remove_subdirectory(root_fd, entry.name, token, moved_count)
                     else:
-                        os.unlink(entry.name, dir_fd=top)
+                        os.unlink(entry.name, dir_fd=root_fd)
     finally:
-        os.close(top)
+        os.close(root_fd)
     os.rmdir(path)
 
 
-def _remove_subdirectory(top: int, name: str, token: str, lifted: int) -> int:
-    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+def _remove_subdirectory(root_fd: int, name: str, token: str, moved_count: int) -> int:
+    directory_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(directory_fd) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    lifted += 1
-                    os.rename(entry.name, f"{token}-{lifted}", src_dir_fd=folder, dst_dir_fd=top)
+                    moved_count += 1
+                    os.rename(entry.name, f"{token}-{moved_count}", src_dir_fd=directory_fd, dst_dir_fd=root_fd)
                 else:
-                    os.unlink(entry.name, dir_fd=folder)
+                    os.unlink(entry.name, dir_fd=directory_fd)
     finally:
-        os.close(folder)
+        os.close(directory_fd)
     try:
-        os.rmdir(name, dir_fd=top)
+        os.rmdir(name, dir_fd=root_fd)
     except OSError as error:
         # A directory that shrinks while it is read may hide an entry; the next round finds it.
         if error.errno != errno.ENOTEMPTY:
             raise
-    return lifted
+    return moved_count
 
 
 def sync_file_system(path: str | Path) -> None:

@@ -130,7 +130,7 @@ class FakeSandbox:
     def paths_below(self, path: str) -> list[str]:
         """All paths in a directory, in order."""
         start = path.rstrip("/") + "/"
-        return sorted(each for each in (*self.files, *self.directories) if each.startswith(start) and each != "/")
+        return sorted(path for path in (*self.files, *self.directories) if path.startswith(start) and path != "/")
 
     def require_exists(self, path: str) -> None:
         if path not in self.files and path not in self.directories:
@@ -493,18 +493,18 @@ class FakeManager:
         fake_sandbox.require_exists(at)
         if at in ("/", WORKSPACE):
             raise FileFailed(path, "cannot be deleted: it is the workspace, or holds it")
-        for each in [at, *fake_sandbox.paths_below(at)]:
-            fake_sandbox.files.pop(each, None)
-            fake_sandbox.directories.discard(each)
+        for entry_path in [at, *fake_sandbox.paths_below(at)]:
+            fake_sandbox.files.pop(entry_path, None)
+            fake_sandbox.directories.discard(entry_path)
 
     async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
         fake_sandbox, at = self._resolve("pack", sandbox, path)
         fake_sandbox.require_exists(at)
         packed = BytesIO()
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
-            for each in [at, *fake_sandbox.paths_below(at)]:
-                member = tarfile.TarInfo(each[len(posixpath.dirname(at).rstrip("/")) + 1 :] or ".")
-                file = fake_sandbox.files.get(each)
+            for entry_path in [at, *fake_sandbox.paths_below(at)]:
+                member = tarfile.TarInfo(entry_path[len(posixpath.dirname(at).rstrip("/")) + 1 :] or ".")
+                file = fake_sandbox.files.get(entry_path)
                 if file is None:
                     member.type, member.mode = tarfile.DIRTYPE, DIRECTORY_MODE
                     tar.addfile(member)
@@ -569,9 +569,9 @@ class FakeManager:
         if at in fake_sandbox.files:
             raise FileFailed(path, "Not a directory")
         entries = []
-        for each in fake_sandbox.paths_below(at):
-            if posixpath.dirname(each) == at:
-                file = fake_sandbox.files.get(each)
+        for entry_path in fake_sandbox.paths_below(at):
+            if posixpath.dirname(entry_path) == at:
+                file = fake_sandbox.files.get(entry_path)
                 kind, size, mode = ("file", len(file.content), file.mode) if file else ("dir", 0, DIRECTORY_MODE)
-                entries.append(FileEntry(name=posixpath.basename(each), kind=kind, bytes=size, mode=mode))
+                entries.append(FileEntry(name=posixpath.basename(entry_path), kind=kind, bytes=size, mode=mode))
         return entries

@@ -38,7 +38,7 @@ HEARTBEATS_PER_HANG = 5
 OUTPUT_TAIL_BYTES_MAX = 8192
 """Bytes kept of the child's output: the reason of a failure is at its end."""
 OUTPUT_TAIL_SHOWN = 800
-NO_FORK_SERVER = ForkServer()
+DISABLED_FORK_SERVER = ForkServer()
 """The fork server of children without one: they are executed and import for themselves."""
 
 
@@ -132,7 +132,7 @@ class ChildProcess(asyncio.Protocol, ABC):
             hello,
             name=program.rpartition(".")[2],
             env=dict(os.environ) | with_width(threads * CORE, {}),
-            fork_server=fork_server or NO_FORK_SERVER,
+            fork_server=fork_server or DISABLED_FORK_SERVER,
         )
 
     async def launch(

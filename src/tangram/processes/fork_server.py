@@ -48,10 +48,10 @@ class ForkServer:
     that started it (see `libc.die_with_parent`), so each of these loops may have to start another one."""
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None, supervise: bool = False) -> None:
-        """`modules`: imported by `warm` or with the first child: modules that have `main(fd)`, and others that children
-        need. Without any, children are always executed. `env`: added to the environment of this process while the
-        modules are imported. `supervise`: what a child leaves running is killed when it ends, and everything below the
-        server when that ends, or this process dies."""
+        """`modules`: imported by `start_importing` or with the first child: modules that have `main(fd)`, and others
+        that children need. Without any, children are always executed. `env`: added to the environment of this
+        process while the modules are imported. `supervise`: what a child leaves running is killed when it ends, and
+        everything below the server when that ends, or this process dies."""
         self._modules = modules
         self._supervise = supervise
         self._env = env or {}
@@ -66,8 +66,8 @@ class ForkServer:
         """0 if there is no process."""
         return self._process.pid if self._process is not None else 0
 
-    def warm(self) -> None:
-        """Start to import, so that the first child need not wait for all of it. Raises OSError."""
+    def start_importing(self) -> None:
+        """Starts the server, which imports the modules, so that the first child waits less. Raises OSError."""
         if not self._can_fork or (self._process is not None and self._process.poll() is None):
             return
         self._detach()  # the previous server has ended
@@ -130,7 +130,7 @@ class ForkServer:
         if len(packet) > PACKET_BYTES_MAX:
             self._warn_of_length(len(packet))
             return None
-        self.warm()
+        self.start_importing()
         assert self._connection is not None
         owner_end, server_end = packet_socketpair()
         connection = PacketConnection(owner_end)

@@ -212,8 +212,8 @@ class PoolUsage:
         runs = [self._ended_runs, *self._runs.values()] if run is None else [self._runs.get(run, _RunUse())]
         waiting = self._waiting_by_name(run)
         sums = {pool.name: _PoolUse(pool, now) for pool in self._counted_by_name.values()}
-        for each in runs:
-            for name, use in each.by_name.items():
+        for usage in runs:
+            for name, use in usage.by_name.items():
                 use.advance(now)
                 sums[name].add(use)
         return tuple(

@@ -48,8 +48,8 @@ def waiting_by_kind(scheduler: Scheduler, run: str | None) -> dict[tuple[str, st
     node; '' means any. What blocks the first action of a lane counts for all of it."""
     runs = scheduler.queue.runs
     counts: dict[tuple[str, str], int] = {}
-    for each in runs.values() if run is None else [runs[run]] if run in runs else []:
-        for lane in each.lanes.values() if each.waiting else ():
+    for waiting_run in runs.values() if run is None else [runs[run]] if run in runs else []:
+        for lane in waiting_run.lanes.values() if waiting_run.waiting else ():
             if lane.waiting:
                 kind = short_kind_when_queued(scheduler, lane.first())
                 key = kind if kind in lane.kinds else lane.kinds[0], lane.node
@@ -71,11 +71,11 @@ def short_kind_when_granted(
         kinds = [name.partition("@")[0] for name in freed]
     elif kind is Tick:
         pools = scheduler.ledger.kinds
-        kinds = [each for each in demand if any(pool.window is not None for pool in pools.get(each, {}).values())]
+        kinds = [kind for kind in demand if any(pool.window is not None for pool in pools.get(kind, {}).values())]
     elif isinstance(event, Release):
         kinds = [MEMORY]
     elif isinstance(event, PoolChanged):
         kinds = [event.pool.kind]
     if short in kinds:
         return short
-    return next((each for each in kinds if each in demand), short or next(iter(demand)))
+    return next((kind for kind in kinds if kind in demand), short or next(iter(demand)))

@@ -207,11 +207,11 @@ def to_quota(quota: QuotaConfig) -> Quota:
 def create_model_manager(config: Config, notify: Callable[[Event], None]) -> ModelManager | None:
     if not config.services and not config.devices:
         return None
-    devices = [_to_device(each) for each in config.devices] or list(discover())
+    devices = [_to_device(device) for device in config.devices] or list(discover())
     if not devices:
         names = [service.name for service in config.services]
         raise InvalidConfig("services", names, "at least one [[devices]]: this machine has no CUDA device")
-    return ModelManager([_to_service(each) for each in config.services], devices, notify, node=config.node.name)
+    return ModelManager([_to_service(service) for service in config.services], devices, notify, node=config.node.name)
 
 
 def _to_service(service: ModelConfig) -> Service:

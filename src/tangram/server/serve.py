@@ -179,7 +179,7 @@ def require_usable(config: Config) -> None:
 
 
 async def _drain(orchestrator: Orchestrator, server: RunningServer, limit_s: float) -> None:
-    began = time.monotonic()
+    began_at_s = time.monotonic()
     draining = asyncio.create_task(orchestrator.drain(limit_s))
     stop_requested = asyncio.create_task(server.stop_now.wait())
     try:
@@ -188,7 +188,7 @@ async def _drain(orchestrator: Orchestrator, server: RunningServer, limit_s: flo
     finally:
         for task in (draining, stop_requested):
             task.cancel()
-    log.info("drained seconds=%.1f left_running=%d", time.monotonic() - began, running)
+    log.info("drained seconds=%.1f left_running=%d", time.monotonic() - began_at_s, running)
 
 
 @asynccontextmanager

@@ -1119,13 +1119,13 @@ def test_a_response_is_parsed_at_any_split(printed: bytes, pieces: list[int]) ->
     frame = ANSWER + mark + FRAME.pack(len(content)) + content
     parser = parsed(b"before the mark" + BEGIN + mark + printed + frame + b"more", pieces)
     assert parser.begun and parser.reply().value == b"\x07"
-    assert parser.executed(None).stdout == printed
+    assert parser.to_exec_result(None).stdout == printed
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(1, 40), max_size=60))
 def test_noise_is_output(noise: bytes, pieces: list[int]) -> None:
     parser = parsed(BEGIN + TOKEN.encode() + noise, pieces)
-    assert parser.executed(None).stdout == noise
+    assert parser.to_exec_result(None).stdout == noise
     with pytest.raises(MalformedReply):
         parser.reply()
 
@@ -1141,7 +1141,7 @@ def test_a_parser_keeps_no_more_than_an_answer_may_have(length: int) -> None:
     tracemalloc.stop()
     wanted = length if length <= REPLY_BYTES_MAX else 0
     assert wanted <= kept < 1.2 * wanted + 3 * MIB
-    assert len(parser.executed(None).stderr) < MIB
+    assert len(parser.to_exec_result(None).stderr) < MIB
     with pytest.raises(MalformedReply):
         parser.reply()
 

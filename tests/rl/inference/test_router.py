@@ -187,7 +187,7 @@ def test_a_request_whose_only_engine_dies_continues_when_it_is_back() -> None:
         result = await task
         assert result.tokens == drawn(request)
         assert result.waiting_s > 0.0
-        assert [event.life for event in rig.events_of(EngineStarted)] == [1, 2]
+        assert [event.incarnation for event in rig.events_of(EngineStarted)] == [1, 2]
 
     at_gateway(test, fake("a", start_s=3.0))
 

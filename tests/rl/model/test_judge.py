@@ -211,7 +211,7 @@ def test_an_error_in_the_process_is_raised_here(tmp_path: Path) -> None:
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that trains is a child of this one, as in any run."""
-    monkeypatch.setattr(child, "NO_FORK_SERVER", ForkServer())
+    monkeypatch.setattr(child, "DISABLED_FORK_SERVER", ForkServer())
 
 
 @pytest.mark.usefixtures("executed")

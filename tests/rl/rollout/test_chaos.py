@@ -130,7 +130,7 @@ def check_record(seed: int, record: Trajectory, retries: int) -> None:
     # The tokens of a trajectory whose engine died go on where they were: no turn is lost or longer than it may be.
     for turn in record.turns:
         assert 1 <= len(turn.tokens) <= 4
-        assert turn.cut == (turn.tokens[-1] not in CODEC.stop)
+        assert turn.truncated == (turn.tokens[-1] not in CODEC.stop)
 
 
 def test_without_any_engine_left_the_rollout_stops_and_reports_why(weights: PolicyWeights) -> None:

@@ -111,7 +111,7 @@ def test_truncated_when_the_context_is_used_up() -> None:
 
 def test_the_last_turn_is_cut_to_the_room_that_is_left() -> None:
     played = play(Plan(turns=5), context_max=7, reward=Judge())
-    assert [turn.cut for turn in played.record.turns] == [False, True]
+    assert [turn.truncated for turn in played.record.turns] == [False, True]
     assert [request.sampling.tokens_max for request in played.talker.asked] == [4, 1]
 
 

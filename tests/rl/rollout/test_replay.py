@@ -226,7 +226,7 @@ def test_the_record_answers_each_turn_by_session_or_by_noise() -> None:
                 turn.logprobs,
                 turn.versions,
             )
-            assert generation.finish == ("length" if turn.cut else "stop")
+            assert generation.finish == ("length" if turn.truncated else "stop")
         rest = asyncio.run(generator.generate(request(trajectory, before + turn.tokens[:1])))
         assert rest.tokens == turn.tokens[1:] and rest.logprobs == turn.logprobs[1:]
         before += turn.tokens

@@ -35,7 +35,7 @@ class Stage:
             codec=CODEC,
             context_max=256,
             clock=loop.clock,
-            began=0.0,
+            began_at_s=0.0,
             closer=self.closings,
             barrier=None,
             stop_if_stale=stale or (lambda episode: False),

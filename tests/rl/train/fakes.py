@@ -31,9 +31,11 @@ from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.runs.metrics_lines import AnyMetricsLine
 from tangram.rl.runs.recovery import recover_buffer
 from tangram.rl.runs.run_folder import open_run
-from tangram.rl.train.coordination import BackgroundTasks, ChangeCondition, EngineEventListener, RunReporter
+from tangram.rl.train.background_tasks import BackgroundTasks
+from tangram.rl.train.coordination import ChangeCondition
 from tangram.rl.train.loop import TrainingLoop
 from tangram.rl.train.pipeline import buffer_options, remaining_tickets
+from tangram.rl.train.run_reporter import EngineEventListener, RunReporter
 from tangram.rl.train.step_metrics import StepMetrics
 from tangram.rl.train.trainer import TrainerDied, TrainStepResult
 from tangram.rl.trajectories.codec import WordCodec

@@ -296,7 +296,9 @@ def test_a_full_temporary_disk_is_reported_and_not_a_bug(
             for failed in [await ask for ask in requests]:
                 assert (failed.status, failed.code, failed.error["retry"]) == (502, "manager_failed", True), failed
                 assert "TMPDIR" in failed.error["message"] and str(small_folder) not in failed.error["message"]
-            assert len([each for each in caplog.records if "no room for temporary" in each.message]) == len(requests)
+            assert len([each for each in caplog.records if "cannot write temporary files" in each.message]) == len(
+                requests
+            )
             small = await caller.request("PUT", "/v1/sandboxes/box/files", body=b"small", path="x")
             assert small.status == 204
 

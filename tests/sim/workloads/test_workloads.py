@@ -20,7 +20,7 @@ from tangram.errors import InvalidConfig
 from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim.episode import SimStep, Workload
 from tangram.sim.workloads import WORKLOADS, build, coding, elastic, search, teachers
-from tangram.sim.workloads.fit import LognormalPart, Mixture, lognormal_by_mean, random_stream
+from tangram.sim.workloads.fit import LognormalComponent, Mixture, lognormal_by_mean, random_stream
 
 SEEDS = range(4)
 BATCH = 512
@@ -156,7 +156,7 @@ def test_an_option_that_cannot_be_meant_is_refused_by_name(name, chosen, field):
 
 
 def test_a_mixture_has_the_moments_and_quantiles_of_its_draws():
-    mixture = Mixture((LognormalPart(0.7, 1.0, 0.5), LognormalPart(0.3, 20.0, 0.8, 60.0)))
+    mixture = Mixture((LognormalComponent(0.7, 1.0, 0.5), LognormalComponent(0.3, 20.0, 0.8, 60.0)))
     drawn = mixture.draw(random_stream("test"), 200_000)
     assert drawn.mean() == pytest.approx(mixture.mean(), rel=0.02)
     assert drawn.std() / drawn.mean() == pytest.approx(mixture.cv(), rel=0.02)
@@ -264,24 +264,24 @@ def test_coding_class_medians_predict_calls_as_well_as_measured(coding_calls):
 
 
 def test_coding_container_starts_are_as_measured():
-    assert coding.START.quantile(0.5) == pytest.approx(0.45, rel=0.05)
-    assert coding.START.quantile(0.9) == pytest.approx(2.1, rel=0.05)
-    assert coding.START.quantile(0.99) == pytest.approx(5.3, rel=0.05)
+    assert coding.START_S.quantile(0.5) == pytest.approx(0.45, rel=0.05)
+    assert coding.START_S.quantile(0.9) == pytest.approx(2.1, rel=0.05)
+    assert coding.START_S.quantile(0.99) == pytest.approx(5.3, rel=0.05)
 
 
 def test_coding_rewards_are_as_measured():
-    assert coding.REWARD.quantile(0.5) == pytest.approx(5.7, rel=0.03)
-    assert coding.REWARD.quantile(0.95) == pytest.approx(63, rel=0.03)
-    assert coding.REWARD.quantile(0.99) == pytest.approx(120, rel=0.03)
-    assert coding.REWARD.mean() == pytest.approx(17, rel=0.03)
-    assert coding.REWARD.cv() == pytest.approx(2.1, rel=0.03)
+    assert coding.REWARD_S.quantile(0.5) == pytest.approx(5.7, rel=0.03)
+    assert coding.REWARD_S.quantile(0.95) == pytest.approx(63, rel=0.03)
+    assert coding.REWARD_S.quantile(0.99) == pytest.approx(120, rel=0.03)
+    assert coding.REWARD_S.mean() == pytest.approx(17, rel=0.03)
+    assert coding.REWARD_S.cv() == pytest.approx(2.1, rel=0.03)
 
 
 def test_coding_rewards_follow_their_distribution():
     """With groups of one, every episode has an item of its own; with larger ones a batch has few and varies a lot."""
     rewards = [step.work_s for step in all_steps(build("coding", batch=3000, seed=1, group=1), "reward")]
     for share in (0.25, 0.5, 0.75, 0.95):
-        assert np.quantile(rewards, share) == pytest.approx(coding.REWARD.quantile(share), rel=0.12)
+        assert np.quantile(rewards, share) == pytest.approx(coding.REWARD_S.quantile(share), rel=0.12)
 
 
 def test_coding_siblings_share_their_item_and_what_depends_on_it(coding_batches):

@@ -19,7 +19,7 @@ from tangram.client.client import Client
 from tangram.client.sandbox import Image, Sandbox
 from tangram.core.action import Status
 from tangram.errors import ManagerError
-from tangram.sim.workloads.coding import THINK
+from tangram.sim.workloads.coding import THINK_S
 from tangram.sim.workloads.fit import random_stream
 
 REWARD_CPUS = (1.0, 2.0)
@@ -94,7 +94,7 @@ def draw_scripts(seed: int, *, groups: int, siblings: int, think_faster: float) 
         rng = random_stream("reservation", seed, "agent", number)
         bug = BUGS[(seed + group) % len(BUGS)]
         does = [*_draw_turns(rng, bug, OUTCOMES[sibling % len(OUTCOMES)]), ("reward", SUITE)]
-        thinking_s = (THINK.draw(rng, len(does)) / think_faster).tolist()
+        thinking_s = (THINK_S.draw(rng, len(does)) / think_faster).tolist()
         turns = [
             AgentTurn(think_s=think_s, key=key, does=what, reward=key == "reward")
             for think_s, (key, what) in zip(thinking_s, does, strict=True)

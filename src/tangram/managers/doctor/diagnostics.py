@@ -108,13 +108,15 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def unavailable_reason(self, backend: str) -> str:
         """What prevents the use of a backend; empty if nothing does."""
-        lacking = [each for each in self.findings if each.state == MISSING and backend in each.needed_by]
-        return "; ".join(f"{each.component}: {each.found}" for each in lacking)
+        lacking = [finding for finding in self.findings if finding.state == MISSING and backend in finding.needed_by]
+        return "; ".join(f"{finding.component}: {finding.found}" for finding in lacking)
 
     @property
     def install_command(self) -> str:
         """The command that installs all missing packages; empty if there is none."""
-        packages = dict.fromkeys(each.package for each in self.findings if each.state == MISSING and each.package)
+        packages = dict.fromkeys(
+            finding.package for finding in self.findings if finding.state == MISSING and finding.package
+        )
         return f"{sudo_prefix()}apt-get install -y {' '.join(packages)}" if packages else ""
 
 
@@ -483,7 +485,7 @@ def _ancestor_cgroups(controller: str) -> list[Path]:
     path = read_cgroup_paths(OWN_CGROUP_FILE).get("" if hierarchies.version == 2 else controller, "/")
     parts = [part for part in path.split("/") if part]
     places = [mount.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
-    return [each for each in places if each.is_dir()]
+    return [place for place in places if place.is_dir()]
 
 
 def _cpu_quota() -> float | None:

@@ -266,8 +266,8 @@ class ForkedInstance(Instance):
             self._set_gone(InstanceExit(lost=f"{self._title} cannot be started: {error}"))
             return
         finally:
-            for each in (fd, null):
-                os.close(each)
+            for descriptor in (fd, null):
+                os.close(descriptor)
         for stream in self.streams:
             stream.close_writer()
         self._child_socket.close()

@@ -230,7 +230,7 @@ class CallLease:
     def _require_loaded(self, instance: Instance, parser: ReplyParser, ended: LeaseResult) -> None:
         failure = self._load_failure(instance, parser, ended)
         if failure is not None:
-            executed = parser.executed(ended.executed)
+            executed = parser.to_exec_result(ended.executed)
             raise FunctionLoadFailed(failure, executed.stdout, executed.stderr)
 
     def _stop_loading(self) -> None:
@@ -257,7 +257,7 @@ class CallLease:
         instance.calls += 1
         ended = await self._execute(instance.execute(command, self._action, self._grant), has_begun=True)
         parser.end()
-        executed = parser.executed(ended.executed)
+        executed = parser.to_exec_result(ended.executed)
         if self._stopped or ended.lost:
             return LeaseResult(usage=self._usage, executed=executed, lost=ended.lost), False
         if not parser.begun and not executed.out_of_memory:

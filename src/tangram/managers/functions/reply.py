@@ -28,7 +28,7 @@ class InstanceReply(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     peak_bytes: int
     keep: bool
-    """Whether it can be called again."""
+    """Whether the instance can be called again."""
     value: bytes = b""
     """msgpack."""
 
@@ -63,7 +63,7 @@ class ReplyParser:
         self._frame = bytearray()
         """The bytes behind the mark of the answer."""
         self._frame_bytes = FRAME.size
-        """The length of the frame; None until it is known."""
+        """The length of the frame: that of its header until the header was read."""
         self.begun = False
         """The program has accepted the command."""
         self.answered = False
@@ -80,8 +80,8 @@ class ReplyParser:
 
     def _find_marks(self) -> None:
         if not self.begun:
-            self.begun = self._skip_to(self._begin, keep=False)
-        if self.begun and self._skip_to(self._answer, keep=True):
+            self.begun = self._skip_to(self._begin, forward=False)
+        if self.begun and self._skip_to(self._answer, forward=True):
             self.answered = True
             self._extend_frame(self._buffer)
             self._buffer = b""
@@ -96,12 +96,12 @@ class ReplyParser:
             if self._frame_bytes > FRAME.size:
                 self._extend_frame(data[room:])
 
-    def _skip_to(self, mark: bytes, *, keep: bool) -> bool:
-        """Returns whether the mark was found. Bytes before it are output if `keep`, otherwise dropped."""
+    def _skip_to(self, mark: bytes, *, forward: bool) -> bool:
+        """Returns whether the mark was found. Bytes before it are output if `forward`, otherwise dropped."""
         at = self._buffer.find(mark)
         end = at if at >= 0 else len(self._buffer) - mark_overlap(self._buffer, mark)
         before, self._buffer = self._buffer[:end], self._buffer[end:]
-        if keep and before:
+        if forward and before:
             self._forward(STDOUT, before)
         if at >= 0:
             self._buffer = self._buffer[len(mark) :]
@@ -125,6 +125,8 @@ class ReplyParser:
         if len(self._frame) < FRAME.size:
             raise MalformedReply("the reply is cut off")
         length = FRAME.unpack_from(self._frame)[0]
+        if length > REPLY_BYTES_MAX:
+            raise MalformedReply(f"expected a reply of at most {REPLY_BYTES_MAX} bytes, got one of {length}")
         if len(self._frame) != FRAME.size + length:
             raise MalformedReply(f"expected a reply of {length} bytes, got {len(self._frame) - FRAME.size}")
         return decode_reply(bytes(memoryview(self._frame)[FRAME.size :]))
@@ -133,7 +135,7 @@ class ReplyParser:
     def stderr(self) -> str:
         return self._captures[STDERR].text()
 
-    def executed(self, inner: ExecResult | None) -> ExecResult:
+    def to_exec_result(self, inner: ExecResult | None) -> ExecResult:
         """The output of the call, with what the instance reports of its end."""
         out, err = self._captures[STDOUT], self._captures[STDERR]
         return ExecResult(
@@ -150,14 +152,15 @@ def decode_reply(content: bytes) -> InstanceReply:
     """Raises MalformedReply."""
     if len(content) < REPLY.size:
         raise MalformedReply("the reply is cut off")
-    head, value = REPLY.unpack_from(content)
-    if head > HEAD_BYTES_MAX or value > ANSWER_BYTES_MAX or len(content) != REPLY.size + head + value:
-        raise MalformedReply(f"expected a reply of {head} and {value} bytes in a frame of {len(content)}")
+    head_bytes, value_bytes = REPLY.unpack_from(content)
+    size = REPLY.size + head_bytes + value_bytes
+    if head_bytes > HEAD_BYTES_MAX or value_bytes > ANSWER_BYTES_MAX or len(content) != size:
+        raise MalformedReply(f"expected a reply of {head_bytes} and {value_bytes} bytes in a frame of {len(content)}")
     try:
-        reply = _decode(content[REPLY.size : REPLY.size + head])
+        reply = _decode(content[REPLY.size : REPLY.size + head_bytes])
         if reply.failure is not None:
             return reply
-        data = content[REPLY.size + head :]
+        data = content[REPLY.size + head_bytes :]
         _validate(data)  # exactly one message
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedReply(f"the reply cannot be decoded: {error}") from None

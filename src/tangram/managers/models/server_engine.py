@@ -102,7 +102,7 @@ class ServerEngine(Engine):
             with ThreadPoolExecutor(len(payloads)) as pool:
                 waiting = [pool.submit(loaded.infer, self._path, body, self._call_s_max) for body in payloads]
                 try:
-                    return [each.result() for each in waiting]
+                    return [task.result() for task in waiting]
                 except BaseException:
                     loaded.abort_requests()  # else the pool waits for the other requests
                     raise

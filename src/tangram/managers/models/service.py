@@ -127,7 +127,7 @@ def has_external_weights(engine: object) -> bool:
 def require_all(field: str, values: Iterable[T], kind: Any, expected: str) -> list[T]:
     """The values as a list. Raises InvalidConfig unless all are of this kind."""
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else None
-    if listed is None or not all(isinstance(each, kind) for each in listed):
+    if listed is None or not all(isinstance(item, kind) for item in listed):
         raise InvalidConfig(field, values if listed is None else listed, f"a list of {expected}")
     return listed
 

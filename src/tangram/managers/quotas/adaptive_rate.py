@@ -208,7 +208,7 @@ def _retry_after_s(lower: Mapping[str, str], wall_s: float) -> float | None:
 def _resets(lower: Mapping[str, str], wall_s: float) -> Iterator[float | None]:
     """Seconds until the exhausted limits are reset."""
     for name, value in lower.items():
-        if _REMAINING.fullmatch(name) and any(_is_zero(each) for each in value.split(",")):
+        if _REMAINING.fullmatch(name) and any(_is_zero(item) for item in value.split(",")):
             reset = name.replace("remaining", "reset")
             yield _longest_wait_s(lower.get(f"{reset}-after") or lower.get(reset, ""), wall_s)
     policy = lower.get("ratelimit", "")
@@ -240,7 +240,9 @@ def _longest_wait_s(text: str, wall_s: float) -> float | None:
     seconds = _parse_seconds(text, wall_s)
     if seconds is not None or "," not in text:
         return seconds
-    return max((each for part in text.split(",") if (each := _parse_seconds(part, wall_s)) is not None), default=None)
+    return max(
+        (seconds for part in text.split(",") if (seconds := _parse_seconds(part, wall_s)) is not None), default=None
+    )
 
 
 def _parse_seconds(text: str, wall_s: float) -> float | None:

@@ -40,12 +40,14 @@ class _Allocation:
 
 
 class CpusetAllocator:
-    def __init__(self, total: int, cpus: Sequence[int], cpus_by_cell: dict[int, tuple[int, ...]] | None = None) -> None:
-        """`cpus`: all CPUs. `cpus_by_cell`: those of each NUMA node; without it there is one node."""
+    def __init__(
+        self, total: int, cpus: Sequence[int], cpus_by_numa_node: dict[int, tuple[int, ...]] | None = None
+    ) -> None:
+        """`cpus`: all CPUs. `cpus_by_numa_node`: those of each NUMA node; without it there is one node."""
         self.total = total
         """Milli-cores that all actions may use together; the last CPU may be used in part."""
         self.cpus = tuple(cpus)
-        self._cpus_by_cell = cpus_by_cell or {}
+        self._cpus_by_numa_node = cpus_by_numa_node or {}
         self._load: dict[int, float] = dict.fromkeys(cpus, 0.0)
         self._allocations: dict[str, _Allocation] = {}
 
@@ -108,7 +110,7 @@ class CpusetAllocator:
         placed.loads = {}
 
     def _candidate_cpus(self, placed: _Allocation) -> tuple[int, ...]:
-        cpus = tuple([cpu for cell in placed.cells for cpu in self._cpus_by_cell.get(cell, ())])
+        cpus = tuple([cpu for node in placed.cells for cpu in self._cpus_by_numa_node.get(node, ())])
         return cpus if len(cpus) >= placed.count else self.cpus
 
     def _repack(self) -> Moves:

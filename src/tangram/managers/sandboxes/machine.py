@@ -19,12 +19,12 @@ NUMA_NODES_DIRECTORY = Path("/sys/devices/system/node")
 
 class Machine:
     def __init__(
-        self, cores: float, memory_bytes: int, cpus: tuple[int, ...], cpus_by_cell: dict[int, tuple[int, ...]]
+        self, cores: float, memory_bytes: int, cpus: tuple[int, ...], cpus_by_numa_node: dict[int, tuple[int, ...]]
     ) -> None:
         self.cores = cores
         self.memory_bytes = memory_bytes
         self.cpus = cpus
-        self.cpus_by_cell = cpus_by_cell
+        self.cpus_by_numa_node = cpus_by_numa_node
         """CPUs per NUMA node; empty if there is one."""
 
     @classmethod
@@ -47,7 +47,7 @@ class Machine:
         return cls(cores, memory_bytes, cpus, by_cell if len(by_cell) > 1 and even else {})
 
     def pools(self, node: str) -> tuple[Pool, ...]:
-        return cpu_node(node, self.cores, self.memory_bytes / GIB, numa_nodes=len(self.cpus_by_cell) or 1)
+        return cpu_node(node, self.cores, self.memory_bytes / GIB, numa_nodes=len(self.cpus_by_numa_node) or 1)
 
 
 def available_memory_bytes() -> int:

@@ -32,7 +32,7 @@ class WaitingGroup(msgspec.Struct, frozen=True, kw_only=True):
     group: Group
     version: int
     """Version of its first token; without any token, of the step for which it arrived."""
-    since: float
+    since_s: float = msgspec.field(name="since")
     """When it was put into the buffer."""
 
 

@@ -131,7 +131,7 @@ class SampleBuffer:
     @property
     def waiting(self) -> tuple[Group, ...]:
         """Groups in the order in which they were put."""
-        return tuple(each.group for each in self._waiting.values())
+        return tuple(waiting.group for waiting in self._waiting.values())
 
     @property
     def version_min(self) -> int:
@@ -144,7 +144,7 @@ class SampleBuffer:
         return (
             number in self._settled
             or any(ticket.number == number for ticket in self._in_flight.values())
-            or any(each.number == number for each in (*self._waiting.values(), *self._training.values()))
+            or any(buffered.number == number for buffered in (*self._waiting.values(), *self._training.values()))
         )
 
     def statistics(self) -> BufferStatistics:
@@ -199,7 +199,7 @@ class SampleBuffer:
             return (self._drop(group, number, LOST_LINEAGE),)
         if first is not None and first < self.version_min:
             return (self._drop(group, number, STALE),)
-        waiting = WaitingGroup(group=group, version=self._next_version if first is None else first, since=now)
+        waiting = WaitingGroup(group=group, version=self._next_version if first is None else first, since_s=now)
         self._add_waiting(_BufferedGroup(number, waiting, group_bytes(group)))
         self._puts += 1
         self._bytes_mean += (self._waiting[group.id].bytes - self._bytes_mean) / min(self._puts, MEAN_OVER)
@@ -220,7 +220,7 @@ class SampleBuffer:
         fresh = self._fresh()
         if self._batch_min is None or self._wait_s is None or not self._batch_min <= len(fresh) < self._batch:
             return None
-        return min(each.stored.since for each in fresh) + self._wait_s
+        return min(waiting.stored.since_s for waiting in fresh) + self._wait_s
 
     def take(self, now: float) -> TrainingBatch | None:
         """Returns the batch of the next step: the oldest groups. Drops groups that are too stale, which
@@ -229,10 +229,10 @@ class SampleBuffer:
         self._unreported += self._drop_stale_waiting()
         if not self.is_ready(now):
             return None
-        chosen = sorted(self._waiting.values(), key=lambda each: each.order_key)[: self._batch]
-        for each in sorted(chosen, key=lambda each: each.number):
-            self._training[each.group.id] = self._waiting.pop(each.group.id)
-        return TrainingBatch(version=self.version, groups=tuple(each.group for each in self._training.values()))
+        chosen = sorted(self._waiting.values(), key=lambda waiting: waiting.order_key)[: self._batch]
+        for buffered in sorted(chosen, key=lambda waiting: waiting.number):
+            self._training[buffered.group.id] = self._waiting.pop(buffered.group.id)
+        return TrainingBatch(version=self.version, groups=tuple(buffered.group for buffered in self._training.values()))
 
     def drop_stale(self) -> tuple[DroppedGroup, ...]:
         """Drops groups that are too stale for the next step. Returns them with all drops that were not reported yet."""
@@ -242,9 +242,9 @@ class SampleBuffer:
     def finish_step(self, batch: TrainingBatch) -> None:
         """Settles a batch as trained."""
         self._require_training(batch)
-        for each in self._training.values():
-            self._settled.mark_trained(each.number)
-            self._bytes -= each.bytes
+        for buffered in self._training.values():
+            self._settled.mark_trained(buffered.number)
+            self._bytes -= buffered.bytes
         self._training = {}
         self.version += 1
 
@@ -253,7 +253,7 @@ class SampleBuffer:
     def state(self) -> BufferState:
         return BufferState(
             version=self.version,
-            waiting=tuple(each.stored for each in (*self._training.values(), *self._waiting.values())),
+            waiting=tuple(buffered.stored for buffered in (*self._training.values(), *self._waiting.values())),
             in_flight=self.in_flight,
             trained=self._settled.trained.ranges,
             dropped=self._settled.dropped.ranges,
@@ -289,10 +289,10 @@ class SampleBuffer:
             version=state.version,
         )
         self._in_flight = {ticket.group: ticket for ticket in state.in_flight}
-        for each in state.waiting:
+        for stored in state.waiting:
             # After a restart of the clock, the wait restarts too.
-            restored = WaitingGroup(group=each.group, version=each.version, since=min(each.since, now))
-            self._add_waiting(_BufferedGroup(group_number(each.group.id), restored, group_bytes(each.group)))
+            restored = WaitingGroup(group=stored.group, version=stored.version, since_s=min(stored.since_s, now))
+            self._add_waiting(_BufferedGroup(group_number(stored.group.id), restored, group_bytes(stored.group)))
         self._settled = SettledGroups(state.trained, state.dropped, state.dropped_by_cause)
         self._settled.trajectories_discarded = state.trajectories_discarded
         self._settled.tokens_discarded = state.tokens_discarded
@@ -310,14 +310,18 @@ class SampleBuffer:
         on since and were not logged."""
         assert to.version <= self.version, f"cannot go back from version {self.version} to {to.version}"
         revoked = self._settled.rollback_to(to.trained)
-        revoked |= {each.number for each in self._training.values()}
-        ended = [*consumed, *(each.group for each in to.waiting), *(each.group for each in self._training.values())]
+        revoked |= {buffered.number for buffered in self._training.values()}
+        ended = [
+            *consumed,
+            *(stored.group for stored in to.waiting),
+            *(buffered.group for buffered in self._training.values()),
+        ]
         group_by_number = {group_number(group.id): group for group in ended if group.members}
-        self._bytes -= sum(each.bytes for each in self._training.values())
+        self._bytes -= sum(buffered.bytes for buffered in self._training.values())
         self._training = {}
         self.version = to.version
 
-        dropped = [self._drop_waiting(each, LOST_LINEAGE) for each in self._from_later_weights()]
+        dropped = [self._drop_waiting(waiting, LOST_LINEAGE) for waiting in self._from_later_weights()]
         for number, group in sorted(group_by_number.items()):
             if number in self._settled or group.id in self._waiting:
                 continue
@@ -330,7 +334,7 @@ class SampleBuffer:
                 dropped.append(self._drop(group, number, LOST_LINEAGE))
             else:
                 version = group.version_first
-                waiting = WaitingGroup(group=group, version=self.version if version is None else version, since=now)
+                waiting = WaitingGroup(group=group, version=self.version if version is None else version, since_s=now)
                 self._add_waiting(_BufferedGroup(number, waiting, group_bytes(group)))
         for number in sorted(revoked):
             self._settled.mark_dropped(number, LOST_LINEAGE)
@@ -344,18 +348,18 @@ class SampleBuffer:
         return self.version + 1 if self._training else self.version
 
     def _fresh(self) -> list[_BufferedGroup]:
-        return [each for each in self._waiting.values() if each.stored.version >= self.version_min]
+        return [waiting for waiting in self._waiting.values() if waiting.stored.version >= self.version_min]
 
     def _from_later_weights(self) -> list[_BufferedGroup]:
-        return [each for each in self._waiting.values() if (each.group.version_last or 0) > self.version]
+        return [waiting for waiting in self._waiting.values() if (waiting.group.version_last or 0) > self.version]
 
     def _add_waiting(self, buffered: _BufferedGroup) -> None:
         self._waiting[buffered.group.id] = buffered
         self._bytes += buffered.bytes
 
     def _drop_stale_waiting(self) -> list[DroppedGroup]:
-        old = [each for each in self._waiting.values() if each.stored.version < self.version_min]
-        return [self._drop_waiting(each, STALE) for each in old]
+        old = [waiting for waiting in self._waiting.values() if waiting.stored.version < self.version_min]
+        return [self._drop_waiting(waiting, STALE) for waiting in old]
 
     def _fit(self) -> list[DroppedGroup]:
         """Drops the oldest groups until counts and memory fit; one batch may always stay."""
@@ -364,7 +368,7 @@ class SampleBuffer:
             self.outstanding > self.outstanding_max
             or (self._bytes > self._bytes_max and len(self._waiting) > self._batch)
         ):
-            dropped.append(self._drop_waiting(min(self._waiting.values(), key=lambda each: each.order_key), FULL))
+            dropped.append(self._drop_waiting(min(self._waiting.values(), key=lambda waiting: waiting.order_key), FULL))
         return dropped
 
     def _fit_in_flight(self) -> list[DroppedGroup]:
@@ -375,8 +379,10 @@ class SampleBuffer:
         for ticket in spare:
             self.drop(ticket.group, FULL)
         return [
-            DroppedGroup(group=Group(id=each.group, task=each.task, seed=each.seed, members=(), wanted=0), cause=FULL)
-            for each in spare
+            DroppedGroup(
+                group=Group(id=ticket.group, task=ticket.task, seed=ticket.seed, members=(), wanted=0), cause=FULL
+            )
+            for ticket in spare
         ]
 
     def _drop_waiting(self, buffered: _BufferedGroup, cause: str) -> DroppedGroup:
@@ -397,20 +403,20 @@ class SampleBuffer:
         """Recomputes every invariant from scratch."""
         self._settled.check()
         buffered = (*self._waiting.values(), *self._training.values())
-        numbers = [ticket.number for ticket in self._in_flight.values()] + [each.number for each in buffered]
+        numbers = [ticket.number for ticket in self._in_flight.values()] + [held.number for held in buffered]
         assert not any(number in self._settled for number in numbers), "a settled group is still outstanding"
         assert len(set(numbers)) == len(numbers) == self._started - len(self._settled), "each group is in one place"
         assert len(numbers) <= self.outstanding_max, f"{len(numbers)} groups are outstanding"
-        assert self._bytes == sum(group_bytes(each.group) for each in buffered), (
+        assert self._bytes == sum(group_bytes(held.group) for held in buffered), (
             f"{self._bytes} bytes are not what is here"
         )
         assert self._bytes <= self._bytes_max or len(self._waiting) <= self._batch, f"{self._bytes} bytes are too many"
-        for each in self._training.values():
-            first = each.group.version_first
+        for training in self._training.values():
+            first = training.group.version_first
             fresh = not self._enforces_staleness or first is None or first >= self.version - self._staleness_bound
-            assert fresh, f"{each.group.id} is trained on at {self.version}, and began at {first}"
-            assert (each.group.version_last or 0) <= self.version, (
-                f"{each.group.id} has tokens of weights that were rolled back"
+            assert fresh, f"{training.group.id} is trained on at {self.version}, and began at {first}"
+            assert (training.group.version_last or 0) <= self.version, (
+                f"{training.group.id} has tokens of weights that were rolled back"
             )
 
 
@@ -440,9 +446,9 @@ class SettledGroups:
         self.by_cause[cause] = self.by_cause.get(cause, 0) + 1
 
     def count_discarded(self, trajectories: Iterable[Trajectory]) -> None:
-        for each in trajectories:
+        for trajectory in trajectories:
             self.trajectories_discarded += 1
-            self.tokens_discarded += sum(len(turn.tokens) for turn in each.turns)
+            self.tokens_discarded += sum(len(turn.tokens) for turn in trajectory.turns)
 
     def rollback_to(self, trained: Iterable[Range]) -> set[int]:
         """Keeps only these as trained. Returns the numbers that are no longer settled."""
@@ -478,7 +484,7 @@ def group_bytes(group: Group) -> int:
     """Estimates the memory of a group from its contents alone. For a group that was decoded, or sampled token by token,
     the estimate is within a factor of 1.5 of what CPython uses; it is too high where records share numbers or
     strings."""
-    return GROUP_BYTES + sum(POINTER_BYTES + _trajectory_bytes(each) for each in group.all_trajectories())
+    return GROUP_BYTES + sum(POINTER_BYTES + _trajectory_bytes(trajectory) for trajectory in group.all_trajectories())
 
 
 def _trajectory_bytes(trajectory: Trajectory) -> int:
@@ -495,6 +501,7 @@ def _trajectory_bytes(trajectory: Trajectory) -> int:
 
 
 def _turn_bytes(turn: Turn) -> int:
+    candidates = turn.candidate_token_ids
     return (
         TURN_BYTES
         + _text(turn.observation)
@@ -503,7 +510,7 @@ def _turn_bytes(turn: Turn) -> int:
         + _ints(turn.tokens)
         + _ints(turn.versions)
         + _floats(len(turn.logprobs))
-        + (TUPLE_BYTES + sum(POINTER_BYTES + _ints(ids) for ids in turn.kept) if turn.kept is not None else 0)
+        + (TUPLE_BYTES + sum(POINTER_BYTES + _ints(ids) for ids in candidates) if candidates is not None else 0)
     )
 
 

@@ -86,7 +86,7 @@ class EngineSupervisor:
         self.incarnation = 0
         self.current: WeightUpdate | None = None
         """The update that it last applied; kept when it dies."""
-        self.refused_sync = 0
+        self.refused_update = 0
         """Number of the last update that it refused."""
         self.refusal_reason = ""
         """The reason of that refusal."""
@@ -122,7 +122,7 @@ class EngineSupervisor:
         return self.engine.output_is_trainable
 
     @property
-    def applied_sync(self) -> int:
+    def applied_update(self) -> int:
         """Number of the update that it last applied; 0 before the first."""
         return self.current.number if self.current is not None else 0
 
@@ -133,7 +133,7 @@ class EngineSupervisor:
     @property
     def kv_cache_epoch(self) -> tuple[int, int]:
         """Its KV cache is valid as long as this stays the same."""
-        return self.incarnation, self.applied_sync
+        return self.incarnation, self.applied_update
 
     @property
     def is_serving(self) -> bool:
@@ -236,7 +236,7 @@ class EngineSupervisor:
                     update = self._target
                     await self.engine.update(update.weights)
         except EXPECTED_ERRORS as error:
-            self.refused_sync, self.refusal_reason = (
+            self.refused_update, self.refusal_reason = (
                 update.number,
                 _error_text(error, "did not start", self._limits.start_s_max),
             )
@@ -253,7 +253,7 @@ class EngineSupervisor:
                 hardware=self.hardware,
                 version=self._version,
                 took_s=took_s,
-                life=self.incarnation,
+                incarnation=self.incarnation,
             )
         )
         self._wake.set()
@@ -264,7 +264,7 @@ class EngineSupervisor:
         assert self._target is not None
         if self.state is EngineState.DOWN:
             await self._handle_death(self.incarnation, self.reason)
-        elif self.is_serving and self._target.number not in (self.applied_sync, self.refused_sync):
+        elif self.is_serving and self._target.number not in (self.applied_update, self.refused_update):
             await self._update(self._target)
 
     async def _update(self, update: WeightUpdate) -> None:
@@ -284,7 +284,7 @@ class EngineSupervisor:
             await self._handle_death(incarnation, self.reason)
             return
         if refusal is not None:
-            self.refused_sync, self.refusal_reason = update.number, refusal
+            self.refused_update, self.refusal_reason = update.number, refusal
             self._on_change()  # if others took them, it is restarted
         if not self.is_serving:  # or a request reports its death
             await self._handle_death(incarnation, self.reason)

@@ -129,7 +129,7 @@ class Profiler:
 
     def lines(self) -> list[str]:
         """As text."""
-        lines = [each.line() for each in self.recommend()]
+        lines = [recommendation.line() for recommendation in self.recommend()]
         return lines or ["no tokens were generated yet, so there is no recommendation"]
 
     def _add(self, task: str, work: InferenceWork) -> None:

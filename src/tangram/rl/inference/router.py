@@ -158,15 +158,17 @@ class Router:
             )
         number = self._begin_sync(weights)
         while any(
-            max(supervisor.applied_sync, supervisor.refused_sync) < number for supervisor in self._syncing_engines()
+            max(supervisor.applied_update, supervisor.refused_update) < number for supervisor in self._syncing_engines()
         ):
             await self._changed.wait()
             self._require_open()
         if all(supervisor.is_gone for supervisor in self._supervisors):
             raise self._no_engine(self._supervisors, "no engine is left to apply the weights")
-        if all(supervisor.applied_sync < number for supervisor in self._supervisors):
+        if all(supervisor.applied_update < number for supervisor in self._supervisors):
             reasons = "; ".join(
-                f"{each.name}: {each.refusal_reason}" for each in self._supervisors if each.refused_sync >= number
+                f"{supervisor.name}: {supervisor.refusal_reason}"
+                for supervisor in self._supervisors
+                if supervisor.refused_update >= number
             )
             raise ManagerError(
                 f"no engine applied version {weights.version}, so they continue with version "
@@ -399,9 +401,9 @@ class Router:
         number = self._target.number
         if newest.number == number:
             for supervisor in self._supervisors:
-                if supervisor.refused_sync == number != supervisor.applied_sync:
+                if supervisor.refused_update == number != supervisor.applied_update:
                     supervisor.restart()
-        elif all(supervisor.refused_sync == number for supervisor in self._syncing_engines()):
+        elif all(supervisor.refused_update == number for supervisor in self._syncing_engines()):
             self._set_target(newest)
 
     def _notify_change(self) -> None:

@@ -68,8 +68,8 @@ class EngineStarted(RouterEvent, frozen=True, kw_only=True, tag="EngineStarted")
     hardware: str
     version: int
     took_s: float
-    life: int
-    """The incarnation: 1 for the first start, and one more after each death."""
+    incarnation: int = msgspec.field(name="life")
+    """1 for the first start, and one more after each death."""
 
 
 class EngineUpdated(RouterEvent, frozen=True, kw_only=True, tag="EngineUpdated"):

@@ -40,7 +40,9 @@ class PolicyOptimizer:
 
     def __init__(self, policy: Policy, *, learning_rate: float, weight_decay: float, norm_max: float) -> None:
         self.policy = policy
-        self.parameters: list[nn.Parameter] = [each for each in policy.parameters() if each.requires_grad]
+        self.parameters: list[nn.Parameter] = [
+            parameter for parameter in policy.parameters() if parameter.requires_grad
+        ]
         self._optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
         self._weight_decay, self._norm_max = weight_decay, norm_max
 
@@ -73,21 +75,21 @@ class PolicyOptimizer:
                     raise NotFinite(what, value)
             self._optimizer.step()
         finally:
-            for each in self.parameters:
-                each.grad = None
+            for parameter in self.parameters:
+                parameter.grad = None
         return loss, norm
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
         """Undoes all updates inside the block if it raises."""
-        values = [each.detach().clone() for each in self.parameters]
+        values = [parameter.detach().clone() for parameter in self.parameters]
         state = copy.deepcopy(self.state())
         try:
             yield
         except BaseException:
             with torch.no_grad():
-                for each, value in zip(self.parameters, values, strict=True):
-                    each.copy_(value)
+                for parameter, value in zip(self.parameters, values, strict=True):
+                    parameter.copy_(value)
             self.restore(state)
             raise
 

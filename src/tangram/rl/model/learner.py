@@ -159,11 +159,11 @@ class Learner:
         if self._objective.correction == "none":  # independent of the schedule
             oldest, reason = self.version, 'as objective.correction = "none" trains on nothing older'
         for group in batch.groups:
-            for each in group.members:
-                if each.version_first is not None and not oldest <= each.version_first <= self.version:
+            for member in group.members:
+                if member.version_first is not None and not oldest <= member.version_first <= self.version:
                     raise InvalidInput(
-                        f"{each.id}: version of the first token",
-                        each.version_first,
+                        f"{member.id}: version of the first token",
+                        member.version_first,
                         f"from {oldest} to {self.version} {reason}",
                     )
 

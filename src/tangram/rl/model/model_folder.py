@@ -81,7 +81,7 @@ def load(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Transform
     folder = Path(folder)
     config = read_config(folder / CONFIG)
     with ExitStack() as stack:
-        tensors = {name: each for path in weight_files(folder) for name, each in open_tensors(path, stack)}
+        tensors = {name: tensor for path in weight_files(folder) for name, tensor in open_tensors(path, stack)}
         require_exact_tensors(tensors, config, folder)
         with torch.inference_mode(False):  # otherwise the model could not be trained
             model = Transformer(config, dtype)
@@ -350,7 +350,7 @@ def open_tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, StoredTens
         raise ManagerError(f"{path}: {error.strerror or error}") from error
     except safetensors.SafetensorError as error:
         raise ManagerError(f"{path}: damaged: {error}", retry=False) from error
-    return ((name, each) for name, each in stored if not name.endswith(DERIVED_SUFFIX))
+    return ((name, tensor) for name, tensor in stored if not name.endswith(DERIVED_SUFFIX))
 
 
 def weight_files(folder: Path) -> list[Path]:

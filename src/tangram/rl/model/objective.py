@@ -92,10 +92,10 @@ def select_trajectories(
     chosen: list[SelectedTrajectory] = []
     zero_variance = overlong = count = 0
     for group in groups:
-        rewards = [effective_reward(each, settings, reward_low) for each in group.members]
+        rewards = [effective_reward(member, settings, reward_low) for member in group.members]
         same = not rewards or max(rewards) - min(rewards) <= REWARD_TOLERANCE
         zero_variance += same
-        overlong += sum(is_overlong(each) for each in group.members)
+        overlong += sum(is_overlong(member) for member in group.members)
         count += len(group.members)
         if settings.kind == "distill":
             values: Sequence[float] = [0.0] * len(rewards)
@@ -103,9 +103,9 @@ def select_trajectories(
             continue
         else:
             values = checked_advantages(advantage(rewards), group)
-        for each, value in zip(group.members, values, strict=True):
-            if each.version_first is not None and not (settings.overlong == "mask" and is_overlong(each)):
-                chosen.append(SelectedTrajectory(each, value))
+        for member, value in zip(group.members, values, strict=True):
+            if member.version_first is not None and not (settings.overlong == "mask" and is_overlong(member)):
+                chosen.append(SelectedTrajectory(member, value))
     return chosen, {
         "zero_variance_share": zero_variance / max(len(groups), 1),
         "overlong_share": overlong / max(count, 1),
@@ -114,7 +114,7 @@ def select_trajectories(
 
 def is_overlong(trajectory: Trajectory) -> bool:
     """Whether it was cut off: it, or one of its actions, reached a limit before its end."""
-    return trajectory.ending is Ending.TRUNCATED or any(turn.cut for turn in trajectory.turns)
+    return trajectory.ending is Ending.TRUNCATED or any(turn.truncated for turn in trajectory.turns)
 
 
 def effective_reward(trajectory: Trajectory, settings: ObjectiveSettings, reward_low: Mapping[str, float]) -> float:

@@ -78,41 +78,49 @@ class PackedSamples:
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, with_teacher: bool = False) -> Self:
         """Each trajectory has an action token. `with_teacher`: with log-probabilities of a teacher. Raises
         InvalidInput."""
-        turns = [turn for each in trajectories for turn in each.turns]
+        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         parts = list(chain.from_iterable((turn.observation_tokens, turn.tokens) for turn in turns))
         sizes = np.fromiter(map(len, parts), np.int64, len(parts))
         tokens = np.fromiter(chain.from_iterable(parts), np.int64, int(sizes.sum()))
         is_action = np.repeat(np.arange(len(parts)) % 2 == 1, sizes)
-        counts = np.array([len(each.turns) for each in trajectories], dtype=np.int64)
+        counts = np.array([len(trajectory.turns) for trajectory in trajectories], dtype=np.int64)
         lengths = np.add.reduceat(sizes, 2 * start_offsets(counts)) if len(counts) else np.zeros(0, dtype=np.int64)
-        samples = cls([each.id for each in trajectories], lengths, tokens, is_action)
+        samples = cls([trajectory.id for trajectory in trajectories], lengths, tokens, is_action)
         samples.sampler_logprobs = samples._logprobs([turn.logprobs for turn in turns], "logprobs")
         if with_teacher:
-            missing = next((each.id for each in trajectories if each.teacher_logprobs is None), None)
+            missing = next((trajectory.id for trajectory in trajectories if trajectory.teacher_logprobs is None), None)
             if missing is not None:
                 raise InvalidInput(f"{missing}: teacher_logprobs", None, "those of a teacher, to distil from it")
             samples.teacher_logprobs = samples._logprobs(
-                [each.teacher_logprobs or () for each in trajectories], "teacher_logprobs"
+                [trajectory.teacher_logprobs or () for trajectory in trajectories], "teacher_logprobs"
             )
-        if any(turn.kept is not None for turn in turns):
-            samples._store_kept_ids([ids for turn in turns for ids in turn.kept or ((),) * len(turn.tokens)])
+        if any(turn.candidate_token_ids is not None for turn in turns):
+            samples._store_kept_ids(
+                [ids for turn in turns for ids in turn.candidate_token_ids or ((),) * len(turn.tokens)]
+            )
         return samples
 
     @classmethod
     def from_demonstrations(cls, demonstrations: Sequence[Demonstration]) -> Self:
         """Skips demonstrations without an action. Raises InvalidInput."""
-        selected = [(number, each) for number, each in enumerate(demonstrations) if any(each.is_action)]
-        for number, each in selected:
-            if len(each.is_action) != len(each.tokens):
-                mismatch = f"{len(each.is_action)} of is_action"
-                raise InvalidInput(f"demonstration {number}", mismatch, f"{len(each.tokens)}, one for each token")
-        lengths = np.array([len(each.tokens) for _, each in selected], dtype=np.int64)
+        selected = [
+            (number, demonstration)
+            for number, demonstration in enumerate(demonstrations)
+            if any(demonstration.is_action)
+        ]
+        for number, demonstration in selected:
+            if len(demonstration.is_action) != len(demonstration.tokens):
+                mismatch = f"{len(demonstration.is_action)} of is_action"
+                raise InvalidInput(
+                    f"demonstration {number}", mismatch, f"{len(demonstration.tokens)}, one for each token"
+                )
+        lengths = np.array([len(demonstration.tokens) for _, demonstration in selected], dtype=np.int64)
         count = int(lengths.sum())
         return cls(
-            [f"demonstration {number} of {each.task}" for number, each in selected],
+            [f"demonstration {number} of {demonstration.task}" for number, demonstration in selected],
             lengths,
-            np.fromiter(chain.from_iterable(each.tokens for _, each in selected), np.int64, count),
-            np.fromiter(chain.from_iterable(each.is_action for _, each in selected), np.bool_, count),
+            np.fromiter(chain.from_iterable(demonstration.tokens for _, demonstration in selected), np.int64, count),
+            np.fromiter(chain.from_iterable(demonstration.is_action for _, demonstration in selected), np.bool_, count),
         )
 
     def __len__(self) -> int:

@@ -63,8 +63,8 @@ def answer_payloads(teacher: Policy, payloads: Sequence[bytes]) -> list[bytes]:
 def _leading_batch(requests: list[TeacherRequest], vocabulary: int) -> list[TeacherRequest]:
     """Returns the longest prefix that may be read at once, padding included."""
     longest = 1
-    for count, each in enumerate(requests):
-        longest = max(longest, len(each.tokens))
+    for count, request in enumerate(requests):
+        longest = max(longest, len(request.tokens))
         if count and (count + 1) * longest * vocabulary > LOGITS_MAX:
             return requests[:count]
     return requests
@@ -72,13 +72,17 @@ def _leading_batch(requests: list[TeacherRequest], vocabulary: int) -> list[Teac
 
 def logprobs_of(teacher: Policy, requests: Sequence[TeacherRequest]) -> list[list[float]]:
     """Raises ManagerError if a log-probability is not finite: the weights are broken."""
-    length = max(len(each.tokens) for each in requests)
-    tokens = torch.tensor([(*each.tokens, *(0 for _ in range(length - len(each.tokens)))) for each in requests])
-    counts = [len(each.at) for each in requests]
-    at = torch.tensor(
-        [row * length + place for row, each in enumerate(requests) for place in each.at], dtype=torch.int64
+    length = max(len(request.tokens) for request in requests)
+    tokens = torch.tensor(
+        [(*request.tokens, *(0 for _ in range(length - len(request.tokens)))) for request in requests]
     )
-    temperatures = torch.tensor([each.temperature or 1.0 for each in requests]).repeat_interleave(torch.tensor(counts))
+    counts = [len(request.at) for request in requests]
+    at = torch.tensor(
+        [row * length + place for row, request in enumerate(requests) for place in request.at], dtype=torch.int64
+    )
+    temperatures = torch.tensor([request.temperature or 1.0 for request in requests]).repeat_interleave(
+        torch.tensor(counts)
+    )
     targets = tokens.flatten()[at].to(teacher.device)
     with torch.inference_mode():
         logits = teacher.logits(tokens.to(teacher.device), (at - 1).to(teacher.device)).float()

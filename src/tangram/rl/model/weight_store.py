@@ -40,7 +40,9 @@ CHUNK_ELEMENTS = 1 << 20
 """Elements read at once: one or two milliseconds, between which other threads run."""
 ALIGNMENT = 64
 """Tensors start at multiples of this in a bucket: the width of a cache line, a multiple of every element size."""
-DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.float64, torch.bfloat16, torch.half)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.half)
+}
 
 
 class TensorLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +96,9 @@ def publish(
     remove_unfinished(path.parent)
     with atomic_directory(path, replace=replace) as unfinished:
         buckets = tuple(
-            write_bucket(unfinished / bucket_name(index), [each for each in tensors if each.bucket == index], state)
+            write_bucket(
+                unfinished / bucket_name(index), [tensor for tensor in tensors if tensor.bucket == index], state
+            )
             for index in range(tensors[-1].bucket + 1)
         )
         manifest = Manifest(version=version, config=config, tensors=tensors, buckets=buckets)
@@ -216,15 +220,15 @@ def shape_mismatch(shapes: Mapping[str, tuple[int, ...]], config: TransformerCon
 def layout_error(manifest: Manifest) -> str:
     """Returns the first tensor that does not follow its predecessor without a gap; empty if all buckets are filled."""
     bucket = end = 0
-    sizes = [each.size_bytes for each in manifest.buckets]
-    for each in manifest.tensors:
-        if each.dtype not in DTYPES:
-            return f"{each.name}: expected one of {', '.join(DTYPES)}, got {each.dtype}"
-        if each.bucket == bucket + 1 and sizes[bucket : bucket + 1] == [end]:
-            bucket, end = each.bucket, 0
-        if (each.bucket, each.offset) != (bucket, align(end)):
-            return f"{each.name}: expected at {align(end)} of bucket {bucket}, got {each.offset} of {each.bucket}"
-        end = each.end
+    sizes = [bucket.size_bytes for bucket in manifest.buckets]
+    for tensor in manifest.tensors:
+        if tensor.dtype not in DTYPES:
+            return f"{tensor.name}: expected one of {', '.join(DTYPES)}, got {tensor.dtype}"
+        if tensor.bucket == bucket + 1 and sizes[bucket : bucket + 1] == [end]:
+            bucket, end = tensor.bucket, 0
+        if (tensor.bucket, tensor.offset) != (bucket, align(end)):
+            return f"{tensor.name}: expected at {align(end)} of bucket {bucket}, got {tensor.offset} of {tensor.bucket}"
+        end = tensor.end
     return "" if sizes[bucket:] == [end] else f"the tensors do not fill {len(sizes)} buckets"
 
 
@@ -240,9 +244,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise ManagerError(f"{path}: {error.strerror}") from error
     except (msgspec.MsgspecError, InvalidInput) as error:
         raise ManagerError(f"{path}: not a manifest of weights: {error}", retry=False) from error
-    mismatch = shape_mismatch({each.name: each.shape for each in manifest.tensors}, manifest.config) or layout_error(
-        manifest
-    )
+    mismatch = shape_mismatch(
+        {tensor.name: tensor.shape for tensor in manifest.tensors}, manifest.config
+    ) or layout_error(manifest)
     if mismatch:
         raise ManagerError(f"{path}: {mismatch}", retry=False)
     return manifest
@@ -254,11 +258,11 @@ def read_manifest(folder: Path) -> Manifest:
 def write_bucket(path: Path, tensors: Sequence[TensorLocation], state: Mapping[str, Tensor]) -> WeightBucket:
     crc32 = end = 0
     with path.open("wb") as file:
-        for each in tensors:
-            for piece in (bytes(each.offset - end), tensor_bytes(state[each.name])):
+        for tensor in tensors:
+            for piece in (bytes(tensor.offset - end), tensor_bytes(state[tensor.name])):
                 file.write(piece)
                 crc32 = zlib.crc32(piece, crc32)
-            end = each.end
+            end = tensor.end
     return WeightBucket(size_bytes=end, crc32=crc32)
 
 

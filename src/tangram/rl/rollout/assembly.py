@@ -83,13 +83,13 @@ async def assembled(
     progress: Progress | None = None,
     trained: TrainedWeights | None = None,
     fork_server: ForkServer | None = None,
-    began: float | None = None,
+    began_at_s: float | None = None,
     barrier: bool = False,
 ) -> AsyncIterator[RolloutAssembly]:
     """`client`: runs the actions of the tasks; made here if None. `on_event` gets events of the router, `progress` the
     slow phases before the first episode. `trained`: weights of a trainer, instead of those of the settings; engines
-    that training cannot use are refused. `fork_server`: of a caller that has other children; made here if None. `began`
-    and `barrier` as in Rollout. Raises InvalidConfig and ManagerError."""
+    that training cannot use are refused. `fork_server`: of a caller that has other children; made here if None.
+    `began_at_s` and `barrier` as in Rollout. Raises InvalidConfig and ManagerError."""
     tasks, codec = require_playable(settings)
     report = progress if progress is not None else _ignore_progress
     async with AsyncExitStack() as stack:
@@ -122,7 +122,7 @@ async def assembled(
                 client,
                 on_end=on_end,
                 observer=observer,
-                began=began,
+                began_at_s=began_at_s,
                 barrier=barrier,
             )
         )
@@ -176,7 +176,10 @@ def require_servable(settings: RolloutSettings) -> None:
 
 def _needs_client(settings: RolloutSettings, tasks: Sequence[Task]) -> bool:
     """Whether a task or its reward runs actions."""
-    rewards = (effective_settings(task, each.reward).kind for task, each in zip(tasks, settings.tasks, strict=True))
+    rewards = (
+        effective_settings(task, task_settings.reward).kind
+        for task, task_settings in zip(tasks, settings.tasks, strict=True)
+    )
     return any(needs_client(task) for task in tasks) or any(kind != "environment" for kind in rewards)
 
 
@@ -273,16 +276,16 @@ def fork_server_of(settings: RolloutSettings) -> ForkServer:
     from tangram.rl.inference.engines.process import PROGRAM
 
     fork_server = ForkServer(*{PROGRAM for engine in settings.engines if engine.kind == "process"})
-    fork_server.warm()
+    fork_server.start_importing()
     return fork_server
 
 
 def engines_of(settings: RolloutSettings, codec: Codec, fork_server: ForkServer) -> list[InferenceEngine]:
     vocabulary = _vocabulary_size(settings, codec)
     return [
-        _make_engine(each, number, settings.sampling.temperature, vocabulary, fork_server)
-        for each in settings.engines
-        for number in range(each.count)
+        _make_engine(engine, number, settings.sampling.temperature, vocabulary, fork_server)
+        for engine in settings.engines
+        for number in range(engine.count)
     ]
 
 

@@ -30,11 +30,11 @@ class TokenGenerator(Protocol):
 
 
 class EpisodeSlots:
-    """Bounds the open episodes of a task: `open` those that may reset, `turns` those that may play."""
+    """Bounds the open episodes of a task: those that have reset or may, and those that play turns."""
 
     def __init__(self, concurrency: int, ahead: int) -> None:
-        self.open = asyncio.Semaphore(concurrency + ahead)
-        self.turns = asyncio.Semaphore(concurrency)
+        self.reset_slots = asyncio.Semaphore(concurrency + ahead)
+        self.play_slots = asyncio.Semaphore(concurrency)
 
 
 class TaskContext(NamedTuple):
@@ -55,11 +55,12 @@ class RolloutContext(NamedTuple):
     codec: Codec
     context_max: int
     clock: Clock
-    began: float
+    began_at_s: float
     closer: EnvironmentCloser
     barrier: TurnBarrier | None
     stop_if_stale: Callable[[Episode], bool]
-    """Called before each turn and after each generation: stops an episode that is stale. Returns whether."""
+    """Called before each turn and after each generation: stops a stale episode. Returns True if it stopped the
+    episode."""
     on_stage_change: Callable[[Episode, str], None]
     """Called when an episode changes its stage, with the previous stage; empty for the first."""
     on_end: Callable[[Trajectory], None]

@@ -298,8 +298,8 @@ class Episode:
                 tokens=generation.tokens,
                 logprobs=generation.logprobs,
                 versions=generation.versions,
-                kept=generation.kept,
-                cut=generation.finish == "length",
+                candidate_token_ids=generation.kept,
+                truncated=generation.finish == "length",
                 engine=generation.engine,
                 prefilled=generation.prefilled,
                 prefill_s=generation.prefill_s,
@@ -314,7 +314,7 @@ class Episode:
     def _encode_observation(self, observation: str) -> None:
         """The only place where an observation is encoded."""
         try:
-            cut = bool(self.turns) and self.turns[-1].cut
+            cut = bool(self.turns) and self.turns[-1].truncated
             self._observation_tokens = self._rollout_context.codec.encode_observation(
                 observation, first=not self.turns, cut=cut
             )
@@ -340,7 +340,7 @@ class Episode:
     async def _reset(self) -> str:
         task_context, settings = self._task_context, self._task_context.settings
         with self._time_stage(Stage.RESET) as timer:
-            await self._acquire_slot(task_context.slots.open, timer)
+            await self._acquire_slot(task_context.slots.reset_slots, timer)
             if self._try_number == 0 and self._rollout_context.barrier is not None:
                 self._rollout_context.barrier.join(self.id)
             try:
@@ -399,7 +399,7 @@ class Episode:
         """Returns the generation and its text. Raises ManagerError if it does not fit the request."""
         task_context, context = self._task_context, self._rollout_context
         with self._time_stage(Stage.GENERATE) as timer:
-            await self._acquire_slot(task_context.slots.turns, timer)
+            await self._acquire_slot(task_context.slots.play_slots, timer)
             await self._arrive_at_barrier(timer, "the slowest environment")
             self._raise_if_stopped()
             self._requests += 1
@@ -550,7 +550,7 @@ class Episode:
         self._rollout_context.on_stage_change(self, before)
 
     def _now(self) -> float:
-        return self._rollout_context.clock.now() - self._rollout_context.began
+        return self._rollout_context.clock.now() - self._rollout_context.began_at_s
 
     def _record(self, end: _EpisodeEnd) -> Trajectory:
         return Trajectory(
@@ -606,7 +606,7 @@ def _checked_teacher_logprobs(logprobs: object, tokens: int) -> tuple[float, ...
         return None
     if not isinstance(logprobs, tuple) or len(logprobs) != tokens:
         raise TypeError(f"expected teacher_logprobs of {tokens} tokens, got {str(logprobs)[:100]}")
-    values = tuple(plain_number(each, "teacher_logprobs") for each in logprobs)
+    values = tuple(plain_number(logprob, "teacher_logprobs") for logprob in logprobs)
     if not all(map(math.isfinite, values)):
         raise TypeError("expected finite teacher_logprobs")
     return values

@@ -68,8 +68,8 @@ class GroupRunner:
         once the group has all its members."""
         if self._is_over:
             return 0
-        playing = [each for each in self._playing.values() if stale(each)]
-        ended = [each for each in self._kept if stale(each)]
+        playing = [episode for episode in self._playing.values() if stale(episode)]
+        ended = [trajectory for trajectory in self._kept if stale(trajectory)]
         for episode in playing:
             episode.stop(Ending.STALE, cause)
         for record in ended:
@@ -157,7 +157,10 @@ class GroupRunner:
             id=self.ticket.group,
             task=self.ticket.task,
             seed=self.ticket.seed,
-            members=tuple(self._with_wait_span(each) for each in sorted(self._kept, key=lambda each: each.member)),
+            members=tuple(
+                self._with_wait_span(trajectory)
+                for trajectory in sorted(self._kept, key=lambda trajectory: trajectory.member)
+            ),
             left_out=tuple(self._left_out),
             wanted=self._settings.size,
             cause="" if is_complete else self._cause,

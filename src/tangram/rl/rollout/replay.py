@@ -79,9 +79,9 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 def settings_of(trajectory: Trajectory, settings: RolloutSettings | None) -> TaskSettings:
     """Returns the settings of its task, or the defaults. Raises InvalidConfig."""
     if settings is not None:
-        for each in settings.tasks:
-            if each.name == trajectory.task:
-                return each
+        for task_settings in settings.tasks:
+            if task_settings.name == trajectory.task:
+                return task_settings
     return TaskSettings(name=trajectory.task)
 
 
@@ -238,9 +238,9 @@ class RecordedGenerator:
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._by_session: dict[str, Trajectory] = {}
         self._by_sampling_seed: dict[tuple[str, int, int, int], Trajectory] = {}
-        for each in trajectories:
-            self._by_session[each.id] = each
-            self._by_sampling_seed[each.task, each.seed, each.member, each.attempt] = each
+        for trajectory in trajectories:
+            self._by_session[trajectory.id] = trajectory
+            self._by_sampling_seed[trajectory.task, trajectory.seed, trajectory.member, trajectory.attempt] = trajectory
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Raises InvalidInput for a request that was not recorded."""
@@ -273,8 +273,8 @@ def _continue_from(trajectory: Trajectory, tokens: tuple[int, ...]) -> Generatio
                 tokens=turn.tokens[kept_count:],
                 logprobs=turn.logprobs[kept_count:],
                 versions=turn.versions[kept_count:],
-                kept=None if turn.kept is None else turn.kept[kept_count:],
-                finish="length" if turn.cut else "stop",
+                kept=None if turn.candidate_token_ids is None else turn.candidate_token_ids[kept_count:],
+                finish="length" if turn.truncated else "stop",
                 engine=turn.engine,
                 prefilled=turn.prefilled,
                 prefill_s=turn.prefill_s,

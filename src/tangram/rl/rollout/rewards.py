@@ -343,8 +343,8 @@ class TeacherReward(_RemoteReward):
         if not isinstance(values, list) or len(values) != len(at):
             shown = repr(result)[:SHOWN_CHARACTERS]
             raise RewardFailed(f"{source}: expected `logprobs` of {len(at)} tokens, got {shown}")
-        logprobs = tuple(finite_reward(each, source) for each in values)
-        behaviour = math.fsum(each for turn in played.turns for each in turn.logprobs)
+        logprobs = tuple(finite_reward(value, source) for value in values)
+        behaviour = math.fsum(logprob for turn in played.turns for logprob in turn.logprobs)
         # KL divergence of the sampling policy from the teacher, over this trajectory (k1). The metric `kl_teacher` of a
         # step is that of the trained policy, over the batch.
         kl_per_token = (behaviour - math.fsum(logprobs)) / len(at)

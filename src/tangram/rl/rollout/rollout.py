@@ -116,7 +116,7 @@ def tickets(settings: RolloutSettings, seed: int | None = None, first: int = 0) 
     for number in count():
         for task in settings.tasks:
             credit_by_task[task.name] += task.weight / total
-        name = max(credit_by_task, key=lambda each: credit_by_task[each])
+        name = max(credit_by_task, key=lambda task: credit_by_task[task])
         credit_by_task[name] -= 1.0
         if number >= first:
             yield GroupTicket(task=name, number=number, seed=random.Random(f"{seed}/{name}/{number}").getrandbits(31))
@@ -135,13 +135,13 @@ class Rollout:
         on_end: Callable[[Trajectory], None] | None = None,
         observer: RolloutObserver | None = None,
         clock: Clock | None = None,
-        began: float | None = None,
+        began_at_s: float | None = None,
         rewards: Mapping[str, Reward] | None = None,
         barrier: bool = False,
     ) -> None:
-        """`on_end` gets every trajectory that ends, once; `observer` gets all events. `began`: zero of all times, on
-        the clock; now if None. `rewards`: by task, instead of those of the settings. `barrier`: all episodes wait for
-        each other at each turn, as in a rollout in batches of turns."""
+        """`on_end` gets every trajectory that ends, once; `observer` gets all events. `began_at_s`: zero of all times,
+        on the clock; now if None. `rewards`: by task, instead of those of the settings. `barrier`: all episodes wait
+        for each other at each turn, as in a rollout in batches of turns."""
         self.settings = settings
         self._client = client
         self._on_end = on_end
@@ -153,7 +153,7 @@ class Rollout:
             codec=codec,
             context_max=min(engine.context_max for engine in settings.engines),
             clock=clock,
-            began=clock.now() if began is None else began,
+            began_at_s=clock.now() if began_at_s is None else began_at_s,
             closer=EnvironmentCloser(),
             barrier=TurnBarrier() if barrier else None,
             stop_if_stale=self._stop_if_stale,
@@ -331,7 +331,11 @@ class Rollout:
         reach."""
         if ending not in STOP_ENDINGS:
             raise InvalidConfig("ending", ending, f"one of {', '.join(STOP_ENDINGS)}")
-        chosen = [each for each in self._playing.values() if (which(each) if callable(which) else each.id in which)]
+        chosen = [
+            episode
+            for episode in self._playing.values()
+            if (which(episode) if callable(which) else episode.id in which)
+        ]
         for episode in chosen:
             episode.was_abandoned |= replay
             episode.stop(ending, cause or f"aborted as {ending}")
@@ -346,7 +350,7 @@ class Rollout:
         from now on. A member in flight is stopped, one that has ended is left out of its group; the settings decide
         whether it is replaced. Complete groups stay as they are. Returns how many members were discarded now."""
         self._version_min, self._version_min_cause = version_min, cause
-        return self._discard(lambda each: _is_older(each, version_min), cause)
+        return self._discard(lambda episode: _is_older(episode, version_min), cause)
 
     def discard_newer_than(self, version_max: int, cause: str) -> int:
         """Discards members with any token of a version above `version_max`, because the weights were rolled back to it.
@@ -356,7 +360,7 @@ class Rollout:
         for episode in self._playing.values():
             if episode.stage == Stage.GENERATE and self._is_trained_on(episode):
                 self._rollback_checks[episode.id] = _RollbackCheck(len(episode.turns), version_max, cause)
-        return self._discard(lambda each: _has_newer(each, version_max), cause)
+        return self._discard(lambda episode: _has_newer(episode, version_max), cause)
 
     def require_progress(self, group: Group, empty_max: int = EMPTY_GROUPS_MAX) -> None:
         """Raises ManagerError, once, if this ended group is one too many in a row without members for its task."""
@@ -514,7 +518,7 @@ class Rollout:
             groups_in_flight.stop(Ending.CANCELLED, cause)
 
     def _now(self) -> float:
-        return self._context.clock.now() - self._context.began
+        return self._context.clock.now() - self._context.began_at_s
 
 
 def _is_older(episode: Episode | Trajectory, version_min: int) -> bool:

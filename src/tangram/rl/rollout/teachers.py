@@ -56,7 +56,7 @@ def needs_of_teachers(settings: RolloutSettings, codec: Codec) -> dict[str, Any]
     names = teacher_services(settings)
     if not names:
         return {}
-    available = {each.name: each for each in settings.teachers} if isinstance(settings, TrainSettings) else {}
+    available = {teacher.name: teacher for teacher in settings.teachers} if isinstance(settings, TrainSettings) else {}
     for name in names:
         if name not in available:
             expected = f"one of the teachers ({', '.join(available) or 'there are none: [[teachers]] with a name'})"
@@ -65,10 +65,10 @@ def needs_of_teachers(settings: RolloutSettings, codec: Codec) -> dict[str, Any]
     for teacher in chosen:
         _require_compatible(teacher, settings, codec)
     services = [
-        Service(name=each.name, engine=ENGINE, arguments={"checkpoint": str(Path(each.checkpoint).absolute())})
-        for each in chosen
+        Service(name=teacher.name, engine=ENGINE, arguments={"checkpoint": str(Path(teacher.checkpoint).absolute())})
+        for teacher in chosen
     ]
-    return {"services": services, "devices": _devices(max(_bytes_of(each) for each in chosen))}
+    return {"services": services, "devices": _devices(max(_bytes_of(teacher) for teacher in chosen))}
 
 
 def merge_needs(needs: dict[str, Any], teachers: dict[str, Any]) -> dict[str, Any]:
@@ -77,12 +77,12 @@ def merge_needs(needs: dict[str, Any], teachers: dict[str, Any]) -> dict[str, An
     if not teachers:
         return needs
     devices: list[DeviceSpec] = [*needs.get("devices", ()), *teachers["devices"]]
-    emulated = [each for each in devices if isinstance(each, Emulated)]
+    emulated = [device for device in devices if isinstance(device, Emulated)]
     if len(emulated) < len(devices):
-        devices = [each for each in devices if not isinstance(each, Emulated)]
+        devices = [device for device in devices if not isinstance(device, Emulated)]
     else:
-        largest = max(each.memory_bytes for each in emulated)
-        devices = [msgspec.structs.replace(each, memory_bytes=largest) for each in emulated]
+        largest = max(device.memory_bytes for device in emulated)
+        devices = [msgspec.structs.replace(device, memory_bytes=largest) for device in emulated]
     return {**needs, "services": [*needs.get("services", ()), *teachers["services"]], "devices": devices}
 
 

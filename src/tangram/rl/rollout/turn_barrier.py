@@ -58,6 +58,6 @@ class TurnBarrier:
         if len(self._arrived) < len(self._joined):
             return
         arrival, self._arrived = self._arrived, {}
-        for each in arrival.values():
-            if not each.done():
-                each.set_result(None)
+        for future in arrival.values():
+            if not future.done():
+                future.set_result(None)

@@ -121,7 +121,7 @@ def write_state(path: Path, state: RunState) -> None:
     """Writes the state into an unfinished checkpoint, reduced to what training needs. Blocks on the disk: call it in a
     thread. Raises ManagerError."""
     waiting = tuple(
-        msgspec.structs.replace(each, group=strip_for_training(each.group)) for each in state.buffer.waiting
+        msgspec.structs.replace(waiting, group=strip_for_training(waiting.group)) for waiting in state.buffer.waiting
     )
     state = msgspec.structs.replace(state, buffer=msgspec.structs.replace(state.buffer, waiting=waiting))
     try:
@@ -135,7 +135,7 @@ def seal(unfinished: Path) -> None:
     missing, and OSError."""
     if not (unfinished / STATE).is_file():
         raise InvalidInput("checkpoint", str(unfinished), f"that {STATE} was written into it, by write_state")
-    checksums = {each.relative_to(unfinished).as_posix(): _checksum(each) for each in _files_in(unfinished)}
+    checksums = {file.relative_to(unfinished).as_posix(): _checksum(file) for file in _files_in(unfinished)}
     (unfinished / CHECKSUMS_FILE).write_bytes(msgspec.json.encode(checksums, order="sorted"))
 
 
@@ -218,7 +218,7 @@ def _mismatch(written: _FileChecksum, actual: _FileChecksum) -> str:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.rglob("*") if each.is_file())
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 class PinnedCheckpoint(NamedTuple):
@@ -289,9 +289,9 @@ def _pin(path: Path, place: Path) -> PinnedCheckpoint:
     """Raises CheckpointVanished, DamagedCheckpoint and ManagerError."""
     folder = place / path.name
     try:
-        for each in path.rglob("*"):
-            if each.is_file():
-                _link(each, folder / each.relative_to(path))
+        for entry in path.rglob("*"):
+            if entry.is_file():
+                _link(entry, folder / entry.relative_to(path))
         read_checkpoint(folder)
         return PinnedCheckpoint(path, folder)
     except (OSError, ManagerError) as error:

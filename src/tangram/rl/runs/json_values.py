@@ -23,12 +23,12 @@ def to_json_values(value: Any, *, escape_surrogates: bool = False) -> Any:
         case dict():
             return {
                 to_json_values(key, escape_surrogates=True) if escape_surrogates else key: to_json_values(
-                    each, escape_surrogates=escape_surrogates
+                    item, escape_surrogates=escape_surrogates
                 )
-                for key, each in value.items()
+                for key, item in value.items()
             }
         case list() | tuple():
-            return [to_json_values(each, escape_surrogates=escape_surrogates) for each in value]
+            return [to_json_values(item, escape_surrogates=escape_surrogates) for item in value]
         case float() if not math.isfinite(value):
             return {NUMBER_KEY: repr(value)}
         case str() if escape_surrogates:
@@ -46,9 +46,9 @@ def from_json_values(value: Any) -> Any:
         case {"$text": str(text)} if len(value) == 1:
             return _decode_hex(text).decode("utf-8", "surrogatepass")
         case dict():
-            return {key: from_json_values(each) for key, each in value.items()}
+            return {key: from_json_values(item) for key, item in value.items()}
         case list():
-            return [from_json_values(each) for each in value]
+            return [from_json_values(item) for item in value]
     return value
 
 

@@ -52,7 +52,7 @@ def recover_buffer(checkpoint: Checkpoint, entries: Iterable[SampleEntry]) -> Re
     """`entries`: all since the state was taken, in order, as of RunFolder.samples_after; duplicates are fine."""
     state, buffer = checkpoint.state, checkpoint.state.buffer
     trained, dropped_before = NumberRanges(buffer.trained), NumberRanges(buffer.dropped)
-    put = {each.group.id: each for each in buffer.waiting}
+    put = {waiting.group.id: waiting for waiting in buffer.waiting}
     lost: dict[str, str] = {}
     for entry in entries:
         id = entry.group.id if isinstance(entry, GroupPut) else entry.id
@@ -62,10 +62,10 @@ def recover_buffer(checkpoint: Checkpoint, entries: Iterable[SampleEntry]) -> Re
             put.setdefault(id, _waiting_group(entry.group, state.version))
         else:
             lost.setdefault(id, entry.cause)
-    newer = {id: each.group for id, each in put.items() if (each.group.version_last or 0) > state.version}
+    newer = {id: waiting.group for id, waiting in put.items() if (waiting.group.version_last or 0) > state.version}
     dropped = {**dict.fromkeys(newer, LOST_LINEAGE), **lost}
-    waiting = tuple(each for id, each in put.items() if id not in dropped)
-    replayed = tuple(each for each in buffer.in_flight if each.group not in put and each.group not in dropped)
+    waiting = tuple(group for id, group in put.items() if id not in dropped)
+    replayed = tuple(ticket for ticket in buffer.in_flight if ticket.group not in put and ticket.group not in dropped)
     for id in dropped:
         dropped_before.add(group_number(id))
     discarded = [each for id in dropped if id in newer and id not in lost for each in newer[id].members]
@@ -90,4 +90,4 @@ def recover_buffer(checkpoint: Checkpoint, entries: Iterable[SampleEntry]) -> Re
 def _waiting_group(group: Group, version: int) -> WaitingGroup:
     first = group.version_first
     # The restored buffer measures the wait from its own start: clocks of two processes are not comparable.
-    return WaitingGroup(group=group, version=version if first is None else first, since=math.inf)
+    return WaitingGroup(group=group, version=version if first is None else first, since_s=math.inf)

@@ -20,7 +20,7 @@ import msgspec
 from tangram.errors import ManagerError
 from tangram.files.append_log import AppendLog, encode_frame, read_frame
 from tangram.files.atomic_file import atomic_file
-from tangram.rl.trajectories.training_batch import strip_for_training, valid_text
+from tangram.rl.trajectories.training_batch import escape_surrogates, strip_for_training
 from tangram.rl.trajectories.trajectory import Group
 
 LOG_FORMAT = 1
@@ -76,7 +76,7 @@ class SampleLog:
 
     def append_lost(self, group: str, cause: str) -> None:
         """Raises ManagerError like `append`."""
-        self._log.append(_frame(GroupLost(id=group, cause=valid_text(cause))))
+        self._log.append(_frame(GroupLost(id=group, cause=escape_surrogates(cause))))
 
     def rotate(self, step: int) -> None:
         """Start the log of the next checkpoint. Call it at the moment when the state of the buffer is taken, whether

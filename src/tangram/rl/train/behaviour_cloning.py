@@ -38,7 +38,7 @@ async def demonstrate(
         played = await demonstrations(
             task, agent, seeds, resources=resources, turns_max=task_settings.turns_max, options=task_settings.options
         )
-        tokenised += [tokenise_episode(name, each, codec) for each in played]
+        tokenised += [tokenise_episode(name, episode, codec) for episode in played]
     return tokenised
 
 

@@ -23,7 +23,7 @@ from tangram.rl.environments.shared_setup import Progress
 from tangram.rl.rollout.assembly import RolloutAssembly
 from tangram.rl.rollout.rollout import Rollout
 from tangram.rl.runs.metrics_lines import Evaluated, WarmStartChecked
-from tangram.rl.train.coordination import RunReporter
+from tangram.rl.train.run_reporter import RunReporter
 from tangram.rl.train.trainer import Trainer
 from tangram.rl.train.warm_start import WarmStartCheck, collect_demonstrations, warm_start, warm_start_targets
 from tangram.rl.trajectories.trajectory import Group, GroupTicket
@@ -173,13 +173,15 @@ def scores_of(groups: Iterable[Group]) -> Scores:
     endings: dict[str, dict[str, int]] = {}
     causes: dict[str, str] = {}
     # Sorted by name: the last bit of a mean depends on the order, and the order of ending on timing.
-    for group in sorted(groups, key=lambda each: each.id):
+    for group in sorted(groups, key=lambda played: played.id):
         counts = endings.setdefault(group.task, {})
-        for each in group.all_trajectories():
-            counts[each.ending.value] = counts.get(each.ending.value, 0) + 1
-            if each.reward is None:
-                causes.setdefault(group.task, f"{each.id} {each.ending}: {each.cause}")
-        rewards.setdefault(group.task, []).extend(each.reward for each in group.members if each.reward is not None)
+        for trajectory in group.all_trajectories():
+            counts[trajectory.ending.value] = counts.get(trajectory.ending.value, 0) + 1
+            if trajectory.reward is None:
+                causes.setdefault(group.task, f"{trajectory.id} {trajectory.ending}: {trajectory.cause}")
+        rewards.setdefault(group.task, []).extend(
+            member.reward for member in group.members if member.reward is not None
+        )
     rewarded = {task: values for task, values in sorted(rewards.items()) if values}
     return Scores(
         mean={task: statistics.fmean(values) for task, values in rewarded.items()},

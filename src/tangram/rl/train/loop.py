@@ -28,15 +28,11 @@ from tangram.rl.runs.checkpoints import Checkpoint, RunState, folder_name, write
 from tangram.rl.runs.metrics_lines import RunEnded
 from tangram.rl.runs.run_folder import RunFolder
 from tangram.rl.runs.sample_log import GroupPut, SampleLog
-from tangram.rl.train.coordination import (
-    BackgroundEvaluation,
-    BackgroundTasks,
-    ChangeCondition,
-    DispatchPause,
-    RunReporter,
-)
+from tangram.rl.train.background_tasks import BackgroundEvaluation, BackgroundTasks
+from tangram.rl.train.coordination import ChangeCondition, DispatchPause
 from tangram.rl.train.dispatcher import Dispatcher
 from tangram.rl.train.evaluator import Evaluator
+from tangram.rl.train.run_reporter import RunReporter
 from tangram.rl.train.step_metrics import StepMetrics, drop_cause
 from tangram.rl.train.trainer import Trainer, TrainerDied
 from tangram.rl.train.watchdog import Watchdog, abort_stuck, snapshot_run
@@ -451,7 +447,9 @@ class TrainingLoop:
                 version,
                 f"sampled by weights that were rolled back: training continues from version {version}",
             )
-            since = [each.group for each in self._run.samples_after(checkpoint.step) if isinstance(each, GroupPut)]
+            since = [
+                record.group for record in self._run.samples_after(checkpoint.step) if isinstance(record, GroupPut)
+            ]
             dropped = self.buffer.rollback(checkpoint.state.buffer, since, self._reporter.now())
             self._metrics.on_dropped(dropped)
             self._recorder.reopen(checkpoint)

@@ -40,8 +40,10 @@ from tangram.rl.runs.metrics_lines import AnyMetricsLine, RunBegan, RunEnded
 from tangram.rl.runs.metrics_log import MetricsLog, last_logged
 from tangram.rl.runs.recovery import recover_buffer
 from tangram.rl.runs.run_folder import RunFolder, open_run
-from tangram.rl.train.coordination import BackgroundTasks, ChangeCondition, EngineEventListener, RunReporter
+from tangram.rl.train.background_tasks import BackgroundTasks
+from tangram.rl.train.coordination import ChangeCondition
 from tangram.rl.train.loop import INTERRUPTED, TrainingLoop
+from tangram.rl.train.run_reporter import EngineEventListener, RunReporter
 from tangram.rl.train.step_metrics import StepMetrics
 from tangram.rl.train.trainer_process import ProcessTrainer
 from tangram.rl.train.warm_start import require_agents
@@ -207,4 +209,4 @@ def buffer_options(settings: TrainSettings) -> dict[str, Any]:
 
 def remaining_tickets(settings: TrainSettings, buffer: SampleBuffer) -> Iterator[GroupTicket]:
     """Returns tickets of the groups that were never started."""
-    return (each for each in tickets(settings) if not buffer.has_started(each.number))
+    return (ticket for ticket in tickets(settings) if not buffer.has_started(ticket.number))

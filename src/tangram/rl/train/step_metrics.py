@@ -27,7 +27,7 @@ class StepMetrics:
         """Starts to count the first step. `started`: groups ever started. `engines`: their statistics now; what they
         did before belongs to no step."""
         self._began_at = now
-        self._engines = {each.name: each for each in engines}
+        self._engines = {engine.name: engine for engine in engines}
         """As of the end of the previous step."""
         self._started = started
         """As of the end of the previous step."""
@@ -42,7 +42,7 @@ class StepMetrics:
     # ---- events ----
 
     def on_group_end(self, group: Group) -> None:
-        self._aborted += sum(each.ending is Ending.STALE for each in group.left_out)
+        self._aborted += sum(trajectory.ending is Ending.STALE for trajectory in group.left_out)
         self._tokens_discarded += tokens_written(group.left_out)
         if not group.members:
             self._dropped[drop_cause(group)] += 1
@@ -52,9 +52,9 @@ class StepMetrics:
         self._dropped.update(causes)
 
     def on_dropped(self, dropped: Iterable[DroppedGroup]) -> None:
-        for each in dropped:
-            self._dropped[each.cause] += 1
-            self._tokens_discarded += tokens_written(each.group.members)
+        for dropped_group in dropped:
+            self._dropped[dropped_group.cause] += 1
+            self._tokens_discarded += tokens_written(dropped_group.group.members)
 
     def add_wait(self, seconds: float, stages: Mapping[str, int]) -> None:
         """Adds time spent waiting for a batch, divided among the stages of trajectories in flight."""
@@ -123,20 +123,20 @@ class StepMetrics:
 
     def _engine_uses(self, engines: Iterable[EngineStatistics], seconds: float) -> tuple[EngineUse, ...]:
         uses = []
-        for each in engines:
-            before = self._engines.get(each.name)
-            if before is None or before.steps > each.steps:  # it was restarted
-                before = EngineStatistics(name=each.name)
-            self._engines[each.name] = each
-            busy_s = each.prefill_s + each.decode_s - before.prefill_s - before.decode_s
+        for engine in engines:
+            before = self._engines.get(engine.name)
+            if before is None or before.steps > engine.steps:  # it was restarted
+                before = EngineStatistics(name=engine.name)
+            self._engines[engine.name] = engine
+            busy_s = engine.prefill_s + engine.decode_s - before.prefill_s - before.decode_s
             uses.append(
                 EngineUse(
-                    name=each.name,
-                    version=each.version,
+                    name=engine.name,
+                    version=engine.version,
                     busy_share=min(1.0, busy_s / seconds) if seconds > 0.0 else 0.0,
-                    prefill_tokens=each.prefill_tokens - before.prefill_tokens,
-                    decode_tokens=each.decode_tokens - before.decode_tokens,
-                    suspended_s=each.suspended_s - before.suspended_s,
+                    prefill_tokens=engine.prefill_tokens - before.prefill_tokens,
+                    decode_tokens=engine.decode_tokens - before.decode_tokens,
+                    suspended_s=engine.suspended_s - before.suspended_s,
                 )
             )
         return tuple(uses)
@@ -144,14 +144,14 @@ class StepMetrics:
 
 def drop_cause(group: Group) -> str:
     """Returns under which cause a group without members is counted."""
-    if any(each.ending is Ending.STALE for each in group.left_out):
+    if any(trajectory.ending is Ending.STALE for trajectory in group.left_out):
         return STALE
-    return LEFT_BEHIND if any(each.cause == LEFT_BEHIND_CAUSE for each in group.left_out) else FAILED
+    return LEFT_BEHIND if any(trajectory.cause == LEFT_BEHIND_CAUSE for trajectory in group.left_out) else FAILED
 
 
 def tokens_written(trajectories: Iterable[Trajectory]) -> int:
     """Tokens that the policy sampled."""
-    return sum(len(turn.tokens) for each in trajectories for turn in each.turns)
+    return sum(len(turn.tokens) for trajectory in trajectories for turn in trajectory.turns)
 
 
 def histogram(values: Iterable[int]) -> tuple[int, ...]:
@@ -164,13 +164,13 @@ def task_steps(batch: TrainingBatch) -> dict[str, TaskStep]:
     steps = {}
     for task in sorted({group.task for group in batch.groups}):
         groups = [group for group in batch.groups if group.task == task]
-        members = [each for group in groups for each in group.members]
+        members = [member for group in groups for member in group.members]
         stale = TrainingBatch(version=batch.version, groups=tuple(groups)).staleness
         steps[task] = TaskStep(
             groups=len(groups),
             trajectories=len(members),
-            reward=sum(each.reward or 0.0 for each in members) / len(members),
-            turns=sum(len(each.turns) for each in members) / len(members),
+            reward=sum(member.reward or 0.0 for member in members) / len(members),
+            turns=sum(len(member.turns) for member in members) / len(members),
             tokens=tokens_written(members) / len(members),
             staleness_mean=sum(stale) / len(stale),
             staleness_max=max(stale),

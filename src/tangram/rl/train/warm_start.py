@@ -97,7 +97,7 @@ async def collect_demonstrations(
                 turns_max=task_settings.turns_max, options=task_settings.options,
             )  # fmt: skip
         try:
-            demonstrations_by_task[name] = [tokenise_episode(name, each, codec) for each in episodes]
+            demonstrations_by_task[name] = [tokenise_episode(name, episode, codec) for episode in episodes]
         except ValueError as error:
             expected = (
                 f"words of the policy's vocabulary, in observations and in actions of {settings.warm_start.agent}"

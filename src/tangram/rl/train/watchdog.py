@@ -121,13 +121,20 @@ class Watchdog:
     def _stuck_trajectories(self, snapshot: RunSnapshot) -> tuple[str, ...]:
         """Returns ids, oldest first. The first stall selects only trajectories that nothing else blocks, so that those
         behind them can continue. If that did not help, or there are none, it selects all."""
-        first = [] if self._stalls_in_row > 1 else [each for each in snapshot.trajectories if not each.is_blocked]
-        return tuple(each.id for each in sorted(first or snapshot.trajectories, key=lambda each: -each.stage_s))
+        first = (
+            []
+            if self._stalls_in_row > 1
+            else [trajectory for trajectory in snapshot.trajectories if not trajectory.is_blocked]
+        )
+        return tuple(
+            trajectory.id
+            for trajectory in sorted(first or snapshot.trajectories, key=lambda trajectory: -trajectory.stage_s)
+        )
 
 
 def _stage_ages(snapshot: RunSnapshot) -> Iterator[float]:
     """Seconds since each trajectory and the current step last changed."""
-    yield from (each.stage_s for each in snapshot.trajectories)
+    yield from (trajectory.stage_s for trajectory in snapshot.trajectories)
     if snapshot.training is not None:
         yield snapshot.training[1]
 
@@ -141,7 +148,7 @@ def describe_waits(snapshot: RunSnapshot) -> str:
     if snapshot.training is not None:
         step, since_s = snapshot.training
         parts.append(f"the trainer has worked on step {step} for {since_s:.0f} s (raise training.stall_s if it should)")
-    causes = sorted(_wait_causes(snapshot), key=lambda each: -each.trajectories)
+    causes = sorted(_wait_causes(snapshot), key=lambda cause: -cause.trajectories)
     parts += [_cause_text(cause, alone=len(causes) == 1) for cause in causes]
     if not snapshot.trajectories and snapshot.training is None:
         parts.append("no trajectory is in flight")
@@ -155,15 +162,19 @@ def _cause_text(cause: _WaitCause, *, alone: bool) -> str:
 
 
 def _wait_causes(snapshot: RunSnapshot) -> Iterable[_WaitCause]:
-    generating = [each for each in snapshot.trajectories if each.stage == Stage.GENERATE and not each.is_blocked]
+    generating = [
+        trajectory
+        for trajectory in snapshot.trajectories
+        if trajectory.stage == Stage.GENERATE and not trajectory.is_blocked
+    ]
     yield from _engine_causes(len(generating), snapshot.engines)
     oldest_s: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for each in snapshot.trajectories:
-        if each.is_blocked or each.stage != Stage.GENERATE:
-            name = _wait_name(each)
+    for trajectory in snapshot.trajectories:
+        if trajectory.is_blocked or trajectory.stage != Stage.GENERATE:
+            name = _wait_name(trajectory)
             counts[name] = counts.get(name, 0) + 1
-            oldest_s[name] = max(oldest_s.get(name, 0.0), each.stage_s)
+            oldest_s[name] = max(oldest_s.get(name, 0.0), trajectory.stage_s)
     for name, count in counts.items():
         yield _WaitCause(f"{name} since {oldest_s[name]:.0f} s", count)
 
@@ -171,7 +182,7 @@ def _wait_causes(snapshot: RunSnapshot) -> Iterable[_WaitCause]:
 def _engine_causes(generating: int, inside: dict[str, int]) -> Iterable[_WaitCause]:
     """Which request is in which engine is not known here, only how many are; others than trajectories may send requests
     too."""
-    for name, requests in sorted(inside.items(), key=lambda each: -each[1]):
+    for name, requests in sorted(inside.items(), key=lambda item: -item[1]):
         if count := min(requests, generating):
             generating -= count
             yield _WaitCause(f"engine {name}", count)
@@ -179,12 +190,12 @@ def _engine_causes(generating: int, inside: dict[str, int]) -> Iterable[_WaitCau
         yield _WaitCause("an engine that serves", generating)
 
 
-def _wait_name(each: LiveTrajectory) -> str:
-    if each.pool:
-        return f"pool `{each.pool}`"
-    if each.is_blocked:
-        return each.waiting_for
-    return f"{each.waiting_for} of task {each.task} in {each.stage}"
+def _wait_name(trajectory: LiveTrajectory) -> str:
+    if trajectory.pool:
+        return f"pool `{trajectory.pool}`"
+    if trajectory.is_blocked:
+        return trajectory.waiting_for
+    return f"{trajectory.waiting_for} of task {trajectory.task} in {trajectory.stage}"
 
 
 # ---- snapshot and abort ----
@@ -209,8 +220,8 @@ def snapshot_run(
     engines: dict[str, int] = {}
     tokens = 0
     if router is not None:
-        engines = {each.name: each.requests for each in router.statistics().engines if each.requests}
-        tokens = sum(each.prefill_tokens + each.decode_tokens for each in router.engine_statistics())
+        engines = {engine.name: engine.requests for engine in router.statistics().engines if engine.requests}
+        tokens = sum(engine.prefill_tokens + engine.decode_tokens for engine in router.engine_statistics())
     return RunSnapshot(trajectories=tuple(live), engines=engines, tokens=tokens, training=training)
 
 

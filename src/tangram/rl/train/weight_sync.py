@@ -15,7 +15,8 @@ from tangram.rl.inference.engines.protocol import PolicyWeights
 from tangram.rl.inference.router import Router
 from tangram.rl.inference.router_records import NoEngine
 from tangram.rl.rollout.rollout import Rollout
-from tangram.rl.train.coordination import BackgroundEvaluation, DispatchPause
+from tangram.rl.train.background_tasks import BackgroundEvaluation
+from tangram.rl.train.coordination import DispatchPause
 from tangram.rl.train.step_metrics import StepMetrics
 
 

@@ -20,9 +20,9 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     def staleness(self) -> tuple[int, ...]:
         """The staleness of each trajectory: the version of the step minus the version of its first token."""
         return tuple(
-            self.version - (each.version_first if each.version_first is not None else self.version)
+            self.version - (member.version_first if member.version_first is not None else self.version)
             for group in self.groups
-            for each in group.members
+            for member in group.members
         )
 
 
@@ -35,21 +35,21 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def strip_for_training(group: Group) -> Group:
-    """The parts of a group that training needs: without excluded members, text and timings."""
+    """The parts of a group that training needs: without the members left out, text and timings."""
     return msgspec.structs.replace(
         group,
-        members=tuple(_strip_trajectory(each) for each in group.members),
+        members=tuple(_strip_trajectory(member) for member in group.members),
         left_out=(),
-        cause=valid_text(group.cause),
+        cause=escape_surrogates(group.cause),
     )
 
 
 def _strip_trajectory(trajectory: Trajectory) -> Trajectory:
     return msgspec.structs.replace(
         trajectory,
-        turns=tuple(_strip_turn(each) for each in trajectory.turns),
+        turns=tuple(_strip_turn(turn) for turn in trajectory.turns),
         observation="",
-        cause=valid_text(trajectory.cause),
+        cause=escape_surrogates(trajectory.cause),
         metrics={},
         spans=(),
     )
@@ -63,11 +63,11 @@ def _strip_turn(turn: Turn) -> Turn:
         tokens=turn.tokens,
         logprobs=turn.logprobs,
         versions=turn.versions,
-        kept=turn.kept,
-        cut=turn.cut,
+        candidate_token_ids=turn.candidate_token_ids,
+        truncated=turn.truncated,
     )
 
 
-def valid_text(text: str) -> str:
-    """Environments may return text with lone surrogates."""
+def escape_surrogates(text: str) -> str:
+    """Returns text that UTF-8 can encode: environments may return lone surrogates."""
     return text if text.isprintable() else text.encode("utf-8", "backslashreplace").decode()

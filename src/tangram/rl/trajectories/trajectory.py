@@ -80,9 +80,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """The log-probability of each token, in the distribution that it was sampled from."""
     versions: tuple[int, ...]
     """The version of the weights that sampled each token."""
-    kept: tuple[tuple[int, ...], ...] | None = None
+    candidate_token_ids: tuple[tuple[int, ...], ...] | None = msgspec.field(default=None, name="kept")
     """For top-k and top-p sampling: for each token, the ids among which it was sampled."""
-    cut: bool = False
+    truncated: bool = msgspec.field(default=False, name="cut")
     """The action reached its token limit before its stop token."""
     engine: str = ""
     """The engine that sampled the last token."""
@@ -96,7 +96,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         count = len(self.tokens)
         assert len(self.logprobs) == count == len(self.versions), "each token has a log-probability and a version"
-        assert self.kept is None or len(self.kept) == count, "each token has its own kept ids"
+        ids = self.candidate_token_ids
+        assert ids is None or len(ids) == count, "each token has its own candidate ids"
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

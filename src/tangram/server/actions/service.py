@@ -398,10 +398,14 @@ class ActionService:
         names = [
             name for name, sandbox in self._registry.sandboxes.items() if sees_all or sandbox.tenant == caller.tenant
         ]
-        instances = [each for each in self._functions.instance_views() if sees_all or each.tenant == caller.tenant]
+        instances = [
+            instance for instance in self._functions.instance_views() if sees_all or instance.tenant == caller.tenant
+        ]
         return [self.sandbox_reply(caller, name) for name in names] + [
-            SandboxReply(name=each.sandbox, run=each.run, node=self._node, spec=each.spec, function=each.function)
-            for each in instances
+            SandboxReply(
+                name=instance.sandbox, run=instance.run, node=self._node, spec=instance.spec, function=instance.function
+            )
+            for instance in instances
         ]
 
     def sandbox_reply(self, caller: Principal, qualified_name: str) -> SandboxReply:

@@ -86,7 +86,7 @@ class TenantNamespace:
         prefix = self._image_prefix
         image = self._images.get(prefix + name)
         if image is None:
-            own = [repr(each.removeprefix(prefix)) for each in sorted(self._images) if each.startswith(prefix)]
+            own = [repr(image.removeprefix(prefix)) for image in sorted(self._images) if image.startswith(prefix)]
             raise InvalidAction("sandbox.image", name, f"one of {', '.join([repr(HOST_IMAGE), *own])}")
         return image
 

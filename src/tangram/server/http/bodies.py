@@ -30,10 +30,10 @@ from tangram.server.http.responses import ApiError
 
 BODY_TIMEOUT_S = 30.0
 BODY_BYTES_PER_S_MIN = 64 << 10
-"""Time for a body, plus its size at that speed; a slower sender is disconnected."""
+"""A body must arrive within BODY_TIMEOUT_S plus its size at this speed; a slower sender is disconnected."""
 CHUNK_BYTES = 256 << 10
 SPOOL_BYTES = 8 << 20
-"""Size of one part of a stream; more goes through a temporary file."""
+"""A larger body or response goes through a temporary file; a smaller one stays in memory."""
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Disk errors of a temporary file that the server reports."""
 LARGE_BYTES = 256 << 10
@@ -52,11 +52,11 @@ log = logging.getLogger("tangram.http")
 
 
 @functools.cache
-def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+def _json_decoder(record_type: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(record_type)
 
 
-async def read_json(context: RequestContext, kind: type[R], bytes_max: int) -> R:
+async def read_json(context: RequestContext, record_type: type[R], bytes_max: int) -> R:
     """Raises InvalidAction for a malformed record, and Unauthorized if the run was revoked meanwhile."""
     media_type = context.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if media_type not in (JSON, FORM):
@@ -64,13 +64,13 @@ async def read_json(context: RequestContext, kind: type[R], bytes_max: int) -> R
     body = await _read_body(context, bytes_max)
     context.caller.require_not_revoked()
     try:
-        record: R = _json_decoder(cast(Any, kind)).decode(body)
+        record: R = _json_decoder(cast(Any, record_type)).decode(body)
         return record
     except msgspec.ValidationError as error:
         cause = error.__cause__
         if isinstance(cause, TangramError):
             raise cause from None
-        raise _to_invalid_action(error, body, kind) from None
+        raise _to_invalid_action(error, body, record_type) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError("invalid_json", f"the body is not JSON: {error}") from None
 
@@ -92,23 +92,23 @@ async def _read_body(context: RequestContext, bytes_max: int) -> bytes:
 
 
 def _content_length(request: Request) -> int:
-    """The announced size of the body; -1 if there is none."""
+    """The announced size of the body: 0 without a body, -1 if it is chunked."""
     length = request.headers.get("content-length", "")
     if length.isdigit():
         return int(length)
     return -1 if "transfer-encoding" in request.headers else 0
 
 
-async def body_chunks(request: Request, bytes_max: int, limit: str) -> AsyncIterator[bytes]:
+async def body_chunks(request: Request, bytes_max: int, limit_name: str) -> AsyncIterator[bytes]:
     """Reads a body within its limits of size and time."""
     if _content_length(request) > bytes_max:
-        raise _too_large(bytes_max, limit)
+        raise _too_large(bytes_max, limit_name)
     size, end_s, more = 0, asyncio.get_running_loop().time() + BODY_TIMEOUT_S, True
     while more:
         part, more = await _receive_chunk(request, end_s + size / BODY_BYTES_PER_S_MIN)
         size += len(part)
         if size > bytes_max:
-            raise _too_large(bytes_max, limit)
+            raise _too_large(bytes_max, limit_name)
         if part:
             yield part
 
@@ -126,22 +126,24 @@ async def _receive_chunk(request: Request, end_s: float) -> tuple[bytes, bool]:
     return message.get("body", b""), message.get("more_body", False)
 
 
-def _too_large(bytes_max: int, limit: str) -> ApiError:
-    return ApiError("too_large", f"the body has more than {bytes_max} bytes, the maximum ({limit})", limit=limit)
+def _too_large(bytes_max: int, limit_name: str) -> ApiError:
+    return ApiError(
+        "too_large", f"the body has more than {bytes_max} bytes, the maximum ({limit_name})", limit=limit_name
+    )
 
 
 @contextmanager
 def _map_disk_errors() -> Iterator[None]:
-    """Converts a full disk of the server into a retryable error: it is not the fault of the sender, and no bug."""
+    """Converts a full or failing disk of the server into a retryable error: neither the sender nor a bug causes it."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_ERRNOS:
             raise
-        log.error("no room for temporary files folder=%r: %s", tempfile.gettempdir(), error)
+        log.error("cannot write temporary files folder=%r: %s", tempfile.gettempdir(), error)
         raise ManagerError(
-            f"the disk of the service's temporary files (TMPDIR) is full: {error.strerror}; try again"
-            " later, or in smaller parts"
+            f"the service cannot write its temporary files (TMPDIR): {error.strerror}; try again later, or in smaller"
+            " parts"
         ) from error
 
 
@@ -151,8 +153,8 @@ class UploadSpool:
     def __init__(self) -> None:
         self._limiter = ConcurrencyLimiter(UPLOADS_MAX, UPLOADS_PER_TENANT_MAX)
 
-    async def spool(self, context: RequestContext, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
-        """Passes the body to `use` as a file, from its start, and returns the result. Raises Unauthorized if the run
+    async def spool(self, context: RequestContext, bytes_max: int, handle: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
+        """Passes the body to `handle` as a file, from its start, and returns the result. Raises Unauthorized if the run
         was revoked before the body was complete."""
         async with self._limiter.acquire(context.caller):
             with _map_disk_errors(), tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
@@ -164,7 +166,7 @@ class UploadSpool:
                         file.write(part)
                 file.seek(0)
                 context.caller.require_not_revoked()
-                return await use(file)
+                return await handle(file)
 
 
 # ---- malformed records ------------------------------------------------------------------------------------------
@@ -181,8 +183,8 @@ _DESCRIPTION_BY_EXPECTED = {
 }
 
 
-def _to_invalid_action(error: msgspec.ValidationError, body: bytes, kind: Any) -> InvalidAction:
-    """`kind` is the record that the body should be."""
+def _to_invalid_action(error: msgspec.ValidationError, body: bytes, record_type: Any) -> InvalidAction:
+    """`record_type`: what the body should be."""
     text, field = str(error), ""
     match = _AT_PATTERN.search(text)
     if match is not None:
@@ -197,7 +199,11 @@ def _to_invalid_action(error: msgspec.ValidationError, body: bytes, kind: Any) -
             return InvalidAction(
                 path, _value_at(body, path) if pattern is _UNKNOWN_PATTERN else Verbatim("none"), expected
             )
-    choices = ", ".join(repr(each) for each in _choices(kind, field)) if _INVALID_CHOICE_PATTERN.fullmatch(text) else ""
+    choices = (
+        ", ".join(repr(choice) for choice in _choices(record_type, field))
+        if _INVALID_CHOICE_PATTERN.fullmatch(text)
+        else ""
+    )
     if choices:
         return InvalidAction(field, _value_at(body, field), f"one of {choices}")
     if not text.startswith("Expected "):
@@ -210,13 +216,13 @@ def _to_invalid_action(error: msgspec.ValidationError, body: bytes, kind: Any) -
     )
 
 
-def _choices(kind: Any, field: str) -> list[Any]:
+def _choices(record_type: Any, field: str) -> list[Any]:
     """The allowed values of an enumeration, else nothing."""
     *parents, last = re.sub(r"\[[^]]*\]", ".[]", field).split(".")
-    kinds = list(_flatten_union(inspect.type_info(kind)))
+    kinds = list(_flatten_union(inspect.type_info(record_type)))
     for name in parents:
         kinds = [child for parent in kinds for child in _child_types(parent, name)]
-    tags = [each.tag for each in kinds if isinstance(each, inspect.StructType) and each.tag_field == last]
+    tags = [kind.tag for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == last]
     children = [child for parent in kinds for child in _child_types(parent, last)]
     literals = [value for child in children if isinstance(child, inspect.LiteralType) for value in child.values]
     return sorted(tags or literals, key=str)
@@ -239,8 +245,8 @@ def _flatten_union(kind: inspect.Type) -> Iterator[inspect.Type]:
     if isinstance(kind, inspect.Metadata):
         yield from _flatten_union(kind.type)
     elif isinstance(kind, inspect.UnionType):
-        for each in kind.types:
-            yield from _flatten_union(each)
+        for member in kind.types:
+            yield from _flatten_union(member)
     else:
         yield kind
 
@@ -261,7 +267,7 @@ def _value_at(body: bytes, field: str) -> Any:
 
 class ResponseSpool:
     """Large responses, through a temporary file. The slot is held until the client has read the response, so an unread
-    one uses no memory and no slot of another run."""
+    one uses at most SPOOL_BYTES of memory and no slot of another run."""
 
     def __init__(self) -> None:
         self._limiter = ConcurrencyLimiter(LARGE_RESPONSES_MAX, LARGE_RESPONSES_PER_TENANT_MAX)

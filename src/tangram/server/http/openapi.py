@@ -64,13 +64,13 @@ def _operation(route: Route) -> dict[str, Any]:
     parameters = [_path_parameter(name) for name in re.findall(r"\{(\w+)", route.path)]
     parameters += [
         {
-            "name": each.name,
+            "name": parameter.name,
             "in": "query",
-            "required": each.required,
-            "description": each.description,
-            "schema": each.schema,
+            "required": parameter.required,
+            "description": parameter.description,
+            "schema": parameter.schema,
         }
-        for each in route.query
+        for parameter in route.query
     ]
     responses: dict[str, Any] = {
         str(status): _response(route.summary, route.response_type) for status in (route.status, *route.other_statuses)

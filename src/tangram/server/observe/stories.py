@@ -141,7 +141,7 @@ def _note_text(kind: str, detail: str | Grant | Resize | None) -> str:
 
 
 def _granted_text(grant: Grant) -> str:
-    shares = " and ".join(describe_share(each.pool, each.reserved, each.limit) for each in grant.shares)
+    shares = " and ".join(describe_share(share.pool, share.reserved, share.limit) for share in grant.shares)
     attempt = f"attempt {grant.attempt}: " if grant.attempt > 1 else ""
     # The name of the batch may belong to another run.
     with_others = ", in the batch of another action" if grant.batch and grant.batch != grant.action else ""

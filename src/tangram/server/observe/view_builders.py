@@ -65,7 +65,9 @@ def build_view(observed: ObservedState, run: str | None, now: float, at: float) 
     scheduler, accounts = observed.scheduler, observed.accounts
     waiting_total = scheduler.waiting_count(run)
     running = scheduler.holding_entries(run)
-    sandboxes = [each for each in reversed(observed.sandboxes.by_name.values()) if run is None or each.run == run]
+    sandboxes = [
+        sandbox for sandbox in reversed(observed.sandboxes.by_name.values()) if run is None or sandbox.run == run
+    ]
     # A run without an account is counted among others, whose numbers it must not see.
     account = None if run is None else accounts.runs.get(run, RunAccount(run))
     return View(
@@ -87,7 +89,9 @@ def build_view(observed: ObservedState, run: str | None, now: float, at: float) 
 
 def _sandbox_views(observed: ObservedState, sandboxes: list[TrackedSandbox], now: float) -> tuple[SandboxView, ...]:
     instance_by_name = {instance.sandbox: instance for instance in observed.instances()}
-    return tuple([_sandbox_view(observed.scheduler, each, instance_by_name.get(each.name), now) for each in sandboxes])
+    return tuple(
+        [_sandbox_view(observed.scheduler, sandbox, instance_by_name.get(sandbox.name), now) for sandbox in sandboxes]
+    )
 
 
 def _sandbox_view(
@@ -126,7 +130,9 @@ def _run_views(observed: ObservedState, run: str | None, running: list[Entry]) -
     if run is None:
         named = [name for name in accounts.runs if name in runs]
         shown = [run_view(shares, accounts.runs[name], [runs[name]]) for name in named]
-        unnamed = run_view(shares, accounts.other, [each for name, each in runs.items() if name not in accounts.runs])
+        unnamed = run_view(
+            shares, accounts.other, [other_run for name, other_run in runs.items() if name not in accounts.runs]
+        )
         return tuple(shown) if _is_empty(unnamed) else (*shown, unnamed)
     own = accounts.runs.get(run)
     if own is None:
@@ -139,7 +145,7 @@ def _run_views(observed: ObservedState, run: str | None, running: list[Entry]) -
         others.sandboxes += other.sandboxes
     others.running -= own.running
     others.sandboxes -= own.sandboxes
-    other_runs = [each for name, each in runs.items() if name != run]
+    other_runs = [other_run for name, other_run in runs.items() if name != run]
     own_view = run_view(shares, own, [runs[run]] if run in runs else [])
     return (own_view, run_view(shares, others, other_runs)) if other_runs else (own_view,)
 
@@ -243,14 +249,16 @@ def _waiting_view(observed: ObservedState, entry: Entry, reason: str) -> Waiting
 def queue_front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]:
     """The first waiting actions in the order that `core/queue.py` defines. `run`: only its actions; None for all."""
     queue, now = scheduler.queue, scheduler.now
-    runs = [each for name, each in queue.runs.items() if each.waiting and run in (None, name)]
+    waiting_runs = [candidate for name, candidate in queue.runs.items() if candidate.waiting and run in (None, name)]
     elder_since, aged_since = now - ELDER_FACTOR * queue.ageing_s, now - queue.ageing_s
-    elders = nsmallest(most, [entry for each in runs for entry in _elders(each, elder_since, most)])
+    elders = nsmallest(
+        most, [entry for waiting_run in waiting_runs for entry in _elders(waiting_run, elder_since, most)]
+    )
     entry_by_seq = {entry.seq: entry for entry in elders}
-    for each in sorted(runs, key=lambda each: (each.usage.standing(now), each.served)):
+    for waiting_run in sorted(waiting_runs, key=lambda candidate: (candidate.usage.standing(now), candidate.served)):
         if len(entry_by_seq) >= most:
             break
-        first = [entry for lane in each.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
+        first = [entry for lane in waiting_run.lanes.values() if lane.waiting for entry in _lane_front(lane, most)]
         ranked = sorted([(_rank(entry, aged_since), entry) for entry in first])
         entry_by_seq.update({entry.seq: entry for _, entry in ranked if entry.seq not in entry_by_seq})
     return list(entry_by_seq.values())[:most]
@@ -273,8 +281,8 @@ def _lane_front(lane: Lane, most: int) -> list[Entry]:
     if lane.waiting <= most:
         return [entry for entry in lane.fifo if entry.lane is lane]
     oldest = islice((entry for entry in lane.fifo if entry.lane is lane), most)
-    first = nsmallest(most, [item for item in lane.heap if item[3].lane is lane])
-    return [*oldest, *[item[3] for item in first]]
+    first = nsmallest(most, [slot for slot in lane.heap if slot[-1].lane is lane])
+    return [*oldest, *(entry for *_, entry in first)]
 
 
 def foreign_ids(scheduler: Scheduler, run: str | None) -> list[str]:

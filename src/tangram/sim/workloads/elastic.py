@@ -15,13 +15,13 @@ from tangram.core.demand import CPU, Demand, cores
 from tangram.core.speedup import PowerLaw
 from tangram.sim.episode import SimEpisode, SimStep, SimTurn, Workload
 from tangram.sim.workloads import options
-from tangram.sim.workloads.coding import REWARD
+from tangram.sim.workloads.coding import REWARD_S
 from tangram.sim.workloads.fit import lognormal_by_mean, random_stream
 
 GPU_REQUEST = lognormal_by_mean(28.7, 0.73)
 """Execution of one request of a production mix of models."""
 
-SOURCES = {"reward": REWARD, "gpu": GPU_REQUEST}
+SOURCES = {"reward": REWARD_S, "gpu": GPU_REQUEST}
 """Sources of work: test suites (mean 17 s, CV 2.1) or model requests (mean 28.7 s, CV 0.73)."""
 
 

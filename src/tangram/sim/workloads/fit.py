@@ -26,7 +26,7 @@ def random_stream(*parts: object) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-class LognormalPart(msgspec.Struct, frozen=True):
+class LognormalComponent(msgspec.Struct, frozen=True):
     """One lognormal of a mixture."""
 
     weight: float
@@ -53,22 +53,24 @@ class LognormalPart(msgspec.Struct, frozen=True):
 class Mixture(msgspec.Struct, frozen=True):
     """A mixture of capped lognormals; the weights sum to one."""
 
-    parts: tuple[LognormalPart, ...]
+    components: tuple[LognormalComponent, ...]
 
     def __post_init__(self) -> None:
-        total = sum(part.weight for part in self.parts)
+        total = sum(component.weight for component in self.components)
         assert abs(total - 1.0) < 1e-9, f"the weights of a mixture add up to 1, these to {total}"
 
     def cdf(self, x: float) -> float:
-        return sum(part.weight * part.cdf(x) for part in self.parts)
+        return sum(component.weight * component.cdf(x) for component in self.components)
 
     def mean(self) -> float:
-        return sum(part.weight * part.moment(1) for part in self.parts)
+        return sum(component.weight * component.moment(1) for component in self.components)
 
     def cv(self) -> float:
         """Coefficient of variation: standard deviation over mean."""
         mean = self.mean()
-        return math.sqrt(sum(part.weight * part.moment(2) for part in self.parts) - mean * mean) / mean
+        return (
+            math.sqrt(sum(component.weight * component.moment(2) for component in self.components) - mean * mean) / mean
+        )
 
     def quantile(self, share: float) -> float:
         """Return the quantile, by bisection of the logarithm."""
@@ -79,20 +81,23 @@ class Mixture(msgspec.Struct, frozen=True):
         return high
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
-        """Draw with three uniform numbers per value (its part, and a normal by Box-Muller): value k does not depend on
-        `count`."""
+        """Draw with three uniform numbers per value (its component, and a normal by Box-Muller): value k does not
+        depend on `count`."""
         uniform = rng.random((count, 3))
-        edges = np.cumsum([part.weight for part in self.parts])[:-1]
-        part = np.searchsorted(edges, uniform[:, 0], side="right")
+        edges = np.cumsum([component.weight for component in self.components])[:-1]
+        chosen = np.searchsorted(edges, uniform[:, 0], side="right")
         normal = np.sqrt(-2.0 * np.log1p(-uniform[:, 1])) * np.cos(2.0 * math.pi * uniform[:, 2])
-        logs = np.log([p.median for p in self.parts])[part] + np.array([p.sigma for p in self.parts])[part] * normal
-        caps = np.array([p.cap for p in self.parts])[part]
+        logs = (
+            np.log([component.median for component in self.components])[chosen]
+            + np.array([component.sigma for component in self.components])[chosen] * normal
+        )
+        caps = np.array([component.cap for component in self.components])[chosen]
         values: Floats = np.maximum(np.minimum(np.exp(logs), caps), SECONDS_MIN)
         return values
 
 
 def lognormal(median: float, sigma: float, cap: float = math.inf) -> Mixture:
-    return Mixture((LognormalPart(1.0, median, sigma, cap),))
+    return Mixture((LognormalComponent(1.0, median, sigma, cap),))
 
 
 def lognormal_by_mean(mean: float, cv: float, cap: float = math.inf) -> Mixture:

@@ -27,7 +27,7 @@ QUERIES = (1, 5)
 SEARCH_SHARE = 0.6
 """Share of the turns that search; in the others the agent fetches pages."""
 
-THINK = lognormal(3.0, 0.8)
+THINK_S = lognormal(3.0, 0.8)
 """Latency of the policy model, as for coding agents."""
 SEARCH = lognormal(0.5, 0.345, 60.0)
 FETCH = lognormal_by_mean(9.5, 0.4, 120.0)
@@ -118,7 +118,7 @@ def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[Sim
     count = int(rng.integers(TURNS[0], TURNS[1] + 1))
     widths = rng.integers(QUERIES[0], QUERIES[1] + 1, size=count).tolist()
     searches = (rng.random(count) < SEARCH_SHARE).tolist()
-    thinking_s = THINK.draw(rng, count + 1).tolist()
+    thinking_s = THINK_S.draw(rng, count + 1).tolist()
     search_s = iter(SEARCH.draw(rng, count * QUERIES[1]).tolist())
     fetch_s = iter(FETCH.draw(rng, count * QUERIES[1]).tolist())
     turns = []

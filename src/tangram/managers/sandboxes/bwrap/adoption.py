@@ -34,7 +34,9 @@ class Adoption:
             else:
                 self._adoptable.append(record)
         sandbox_ids = [*existing, *orphans, *(record.box for record in records.values())]
-        self.number_max = max([int(each) for each in sandbox_ids if SANDBOX_ID.fullmatch(each)], default=0)
+        self.number_max = max(
+            [int(sandbox_id) for sandbox_id in sandbox_ids if SANDBOX_ID.fullmatch(sandbox_id)], default=0
+        )
         """New sandboxes get higher numbers."""
 
     def _mismatch_reason(self, record: SandboxRecord, existing: list[str]) -> str:
@@ -52,14 +54,14 @@ class Adoption:
         owner = self._owner
         return [
             BwrapSandbox(
-                each.name,
-                each.box,
-                each.spec,
-                each.image,
-                owner.group.child(each.box),
-                owner.sandboxes_directory / each.box,
+                adoptable.name,
+                adoptable.box,
+                adoptable.spec,
+                adoptable.image,
+                owner.group.child(adoptable.box),
+                owner.sandboxes_directory / adoptable.box,
             )
-            for each in self._adoptable
+            for adoptable in self._adoptable
         ]
 
     def adopt(self, sandboxes: list[BwrapSandbox]) -> list[BwrapSandbox]:

@@ -198,12 +198,12 @@ class BwrapProgramLease(ExecLease):
 
     def _starvation_s(self) -> float:
         """Seconds for which it waited for CPU while it had less than its reserve."""
-        elapsed = self._loop.time() - self._started_s
-        had = self.slot.cpu_s_so_far()
-        lacking = elapsed - had * CORE / max(self._reserved, 1)
-        if lacking <= 0.0:
+        elapsed_s = self._loop.time() - self._started_s
+        used_s = self.slot.cpu_s_so_far()
+        lacking_s = elapsed_s - used_s * CORE / max(self._reserved, 1)
+        if lacking_s <= 0.0:
             return 0.0
-        return max(0.0, min(lacking, sum(map(_run_delay_s, self.slot.group.processes())) - self._delay_before_s))
+        return max(0.0, min(lacking_s, sum(map(_run_delay_s, self.slot.group.processes())) - self._delay_before_s))
 
     # ---- end ----
 

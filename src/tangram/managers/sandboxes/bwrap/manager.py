@@ -133,7 +133,7 @@ class BwrapManager(FilesMixin):
         self._state = state or state_directory()
         self._machine = Machine.detect(cores=cores, memory_bytes=memory_bytes)
         self._total = round(self._machine.cores * CORE)
-        self._cpusets = CpusetAllocator(self._total, self._machine.cpus, self._machine.cpus_by_cell)
+        self._cpusets = CpusetAllocator(self._total, self._machine.cpus, self._machine.cpus_by_numa_node)
         self._ids = count(1)
         self._sandboxes: dict[str, BwrapSandbox] = {}
         """Open sandboxes, by the caller's name."""

@@ -205,7 +205,7 @@ class SandboxRecords:
 
     def remove_all_except(self, sandbox_ids: set[str]) -> None:
         """Remove all files except the records of these sandboxes."""
-        kept = {self._path(each) for each in sandbox_ids}
+        kept = {self._path(sandbox_id) for sandbox_id in sandbox_ids}
         for path in [*self._directory.glob(f"*{RECORD_SUFFIX}"), *self._directory.glob("*.part")]:
             if path not in kept:
                 with contextlib.suppress(OSError):

@@ -188,7 +188,9 @@ class Cgroup:
                 now = parse_cpu_list(cgroupfs.read(top / "cpuset.cpus"))
                 either = ",".join(map(str, sorted({*now, *ordered})))
                 only = ",".join(map(str, ordered))
-                for group, text in [(each, either) for each in (top, *rest)] + [(each, only) for each in rest[::-1]]:
+                for group, text in [(member, either) for member in (top, *rest)] + [
+                    (member, only) for member in rest[::-1]
+                ]:
                     self._write_limit(group / "cpuset.cpus", text)
         self.set_cpu(reserved=CORE, limit=limit)
         self.set_cpus(ordered)

@@ -227,7 +227,9 @@ class Container:
         restarted."""
         self.require_alive()
         try:
-            description = await self._engine.json("GET", f"/containers/{self.id}/json", what="describe a container")
+            description = await self._engine.request_json(
+                "GET", f"/containers/{self.id}/json", purpose="describe a container"
+            )
         except EngineRefused as error:
             if error.status != HTTP_NOT_FOUND:
                 raise
@@ -368,16 +370,18 @@ class Container:
         )
 
     async def _update(self, cpu: CpuSettings) -> None:
-        await self._engine.json("POST", f"/containers/{self.id}/update", what="change the CPU of a container", body=cpu)
+        await self._engine.request_json(
+            "POST", f"/containers/{self.id}/update", purpose="change the CPU of a container", body=cpu
+        )
         self._cpu = cpu
 
-    async def _change_state(self, verb: str, what: str) -> None:
+    async def _change_state(self, verb: str, purpose: str) -> None:
         """Pause or unpause. An engine that lags may refuse because it has not processed an earlier change. If it
         still refuses after that, another program has changed the state."""
         give_up = time.monotonic() + LAG_S
         while True:
             try:
-                await self._engine.json("POST", f"/containers/{self.id}/{verb}", what=what)
+                await self._engine.request_json("POST", f"/containers/{self.id}/{verb}", purpose=purpose)
                 return
             except EngineRefused as error:
                 if not any(words in error.reason for words in ("is already paused", "is not paused")):

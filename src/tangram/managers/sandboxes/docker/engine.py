@@ -45,10 +45,10 @@ Query = Mapping[str, str] | Sequence[tuple[str, str]]
 class EngineRefused(ManagerError):
     """The engine responded with an error."""
 
-    def __init__(self, status: int, what: str, reason: str) -> None:
+    def __init__(self, status: int, purpose: str, reason: str) -> None:
         self.status = status
         self.reason = reason
-        super().__init__(f"the Docker engine refused to {what}: {reason} (status {status})", retry=status >= 500)
+        super().__init__(f"the Docker engine refused to {purpose}: {reason} (status {status})", retry=status >= 500)
 
 
 class ExecStreams:
@@ -97,7 +97,7 @@ class DockerEngine:
     async def connect(self) -> None:
         self._http = HttpClient(unix_socket=self.socket, connections_max=CONNECTIONS_MAX, resend=True)
         try:
-            self._prefix = version_prefix(await self.json("GET", "/version", what="report its version"))
+            self._prefix = version_prefix(await self.request_json("GET", "/version", purpose="report its version"))
         except BaseException:
             await self.close()
             raise
@@ -109,29 +109,31 @@ class DockerEngine:
 
     # ---- requests ----
 
-    async def json(
-        self, method: str, path: str, *, what: str, query: dict[str, str] | None = None, body: Json = None
+    async def request_json(
+        self, method: str, path: str, *, purpose: str, query: dict[str, str] | None = None, body: Json = None
     ) -> Json:
-        """The decoded response; None if it is empty. `what` names the operation in the message of a refusal."""
-        async with self._request(method, path, what, query, json=body) as response:
+        """The decoded response; None if it is empty. `purpose` names the operation in the message of a refusal."""
+        async with self._request(method, path, purpose, query, json=body) as response:
             content = await response.read()
         return json.loads(content) if content else None
 
-    async def upload(self, method: str, path: str, tar: AsyncIterator[bytes], *, what: str, query: Query) -> bytes:
+    async def upload(self, method: str, path: str, tar: AsyncIterator[bytes], *, purpose: str, query: Query) -> bytes:
         kind = {"Content-Type": "application/x-tar"}
-        async with self._request(method, path, what, query, content=tar, headers=kind, timeouts=TRANSFER) as response:
+        async with self._request(
+            method, path, purpose, query, content=tar, headers=kind, timeouts=TRANSFER
+        ) as response:
             return await response.read()
 
     @contextlib.asynccontextmanager
     async def download(
-        self, path: str, *, what: str, query: dict[str, str]
+        self, path: str, *, purpose: str, query: dict[str, str]
     ) -> AsyncIterator[tuple[Json, AsyncIterator[bytes]]]:
         """The engine's description of a path, and its content as a tar."""
-        async with self._request("GET", path, what, query, timeouts=TRANSFER) as response:
+        async with self._request("GET", path, purpose, query, timeouts=TRANSFER) as response:
             yield _path_stat(response), response.chunks()
 
-    async def path_stat(self, path: str, *, what: str, query: dict[str, str]) -> Json:
-        async with self._request("HEAD", path, what, query) as response:
+    async def path_stat(self, path: str, *, purpose: str, query: dict[str, str]) -> Json:
+        async with self._request("HEAD", path, purpose, query) as response:
             return _path_stat(response)
 
     async def events(
@@ -151,7 +153,7 @@ class DockerEngine:
         self,
         method: str,
         path: str,
-        what: str,
+        purpose: str,
         query: Query | None = None,
         timeouts: Timeouts = REQUEST,
         **options: Any,
@@ -162,11 +164,11 @@ class DockerEngine:
             url = f"http://engine{self._prefix}{path}"
             async with await self._http.send(method, url, timeouts=timeouts, params=query, **options) as response:
                 if response.status >= 400:
-                    raise EngineRefused(response.status, what, await _reason(response))
+                    raise EngineRefused(response.status, purpose, await _reason(response))
                 yield response
         except HttpError as error:
             raise ManagerError(
-                f"no Docker engine answered at {self.socket} when asked to {what} ({error.reason}); "
+                f"no Docker engine answered at {self.socket} when asked to {purpose} ({error.reason}); "
                 "start one (systemctl start docker) or name the socket of one that runs",
                 retry=bool(self._prefix),
             ) from error

@@ -190,7 +190,7 @@ class DockerFiles:
     ) -> AsyncIterator[tuple[Json, AsyncIterator[bytes]]]:
         archive = f"/containers/{container.id}/archive"
         try:
-            async with self._engine.download(archive, what="read a file", query={"path": target}) as response:
+            async with self._engine.download(archive, purpose="read a file", query={"path": target}) as response:
                 yield response
         except EngineRefused as error:
             raise _file_error(container, path, error) from error
@@ -199,7 +199,7 @@ class DockerFiles:
         query = {"path": at, "noOverwriteDirNonDir": "true"}
         try:
             await self._engine.upload(
-                "PUT", f"/containers/{container.id}/archive", content, what="write files", query=query
+                "PUT", f"/containers/{container.id}/archive", content, purpose="write files", query=query
             )
         except EngineRefused as error:
             raise _file_error(container, path, error) from error
@@ -221,7 +221,7 @@ class DockerFiles:
     async def _stat(self, container: Container, path: str, target: str) -> Json | None:
         archive = f"/containers/{container.id}/archive"
         try:
-            return await self._engine.path_stat(archive, what="describe a file", query={"path": target})
+            return await self._engine.path_stat(archive, purpose="describe a file", query={"path": target})
         except EngineRefused as error:
             container.require_alive()
             if error.status == HTTP_NOT_FOUND:

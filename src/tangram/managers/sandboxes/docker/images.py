@@ -70,7 +70,7 @@ class DockerImages:
         if not _NAME.fullmatch(reference) or ".." in reference:
             raise ManagerError(f"{reference!r} is not a valid image name", retry=False)
         try:
-            return await self._engine.json("GET", f"/images/{reference}/json", what="describe an image")
+            return await self._engine.request_json("GET", f"/images/{reference}/json", purpose="describe an image")
         except EngineRefused as error:
             if error.status == HTTP_NOT_FOUND:
                 return None
@@ -95,7 +95,7 @@ class DockerImages:
             image = await self._commit(container, name)
             query = {"repo": f"{REPOSITORY}/{repository}", "tag": tag}
             await run_to_completion(
-                self._engine.json("POST", f"/images/{image}/tag", what="name an image", query=query)
+                self._engine.request_json("POST", f"/images/{image}/tag", purpose="name an image", query=query)
             )
         except BaseException as error:
             if image:
@@ -115,7 +115,7 @@ class DockerImages:
         try:
             async with container.paused():
                 committed = await run_to_completion(
-                    self._engine.json("POST", "/commit", what="commit a container", query=query, body=body)
+                    self._engine.request_json("POST", "/commit", purpose="commit a container", query=query, body=body)
                 )
                 image = str(committed["Id"])
                 # A container that runs after the copy ran throughout.
@@ -152,12 +152,12 @@ class DockerImages:
             raise InvalidConfig("image", path, f"a tar with one image, as `docker save` writes it; it had {loaded}")
         return str(loaded[0])
 
-    async def _post(self, path: str, tar: IO[bytes], what: str, query: list[tuple[str, str]]) -> list[Json]:
-        response = await self._engine.upload("POST", path, read_chunks(tar), what=what, query=query)
+    async def _post(self, path: str, tar: IO[bytes], purpose: str, query: list[tuple[str, str]]) -> list[Json]:
+        response = await self._engine.upload("POST", path, read_chunks(tar), purpose=purpose, query=query)
         lines = [json.loads(line) for line in response.splitlines() if line.strip()]
         for line in lines:
             if "error" in line:
-                raise ManagerError(f"the Docker engine refused to {what}: {line['error']}", retry=False)
+                raise ManagerError(f"the Docker engine refused to {purpose}: {line['error']}", retry=False)
         return lines
 
     # ---- keep and remove ----
@@ -172,7 +172,7 @@ class DockerImages:
     async def tag(self, key: str, name: str) -> None:
         image = await self.find(name)
         query = {"repo": TAGGED_REPOSITORY, "tag": _hash(key)}
-        await self._engine.json("POST", f"/images/{image.id}/tag", what="name an image", query=query)
+        await self._engine.request_json("POST", f"/images/{image.id}/tag", purpose="name an image", query=query)
 
     async def forget(self, name: str) -> None:
         """Removes only names that a manager gave. The engine keeps what a container uses until that is removed."""
@@ -194,15 +194,15 @@ class DockerImages:
             else:
                 await self._remove(image)
 
-    async def remove_all(self, of_owner: Callable[[str], bool]) -> None:
+    async def remove_all(self, matches_owner: Callable[[str], bool]) -> None:
         """The newest first: an image below another one cannot be removed. The engine does not order images that were
         created within one second, so a refused one is tried again after another has been removed."""
         await self.remove_forgotten()
         query = {"filters": json.dumps({"label": [OWNER_LABEL]})}
-        listed = await self._engine.json("GET", "/images/json", what="list images", query=query)
+        listed = await self._engine.request_json("GET", "/images/json", purpose="list images", query=query)
         names: list[str] = []
         for image in sorted(listed, key=lambda image: -int(image["Created"])):
-            if of_owner((image["Labels"] or {}).get(OWNER_LABEL, "")):
+            if matches_owner((image["Labels"] or {}).get(OWNER_LABEL, "")):
                 kept = any(tag.startswith(f"{TAGGED_REPOSITORY}:") for tag in image["RepoTags"] or [])
                 tags = [tag for tag in _own_tags(image) if not tag.startswith(f"{TAGGED_REPOSITORY}:")]
                 names += tags if kept else [image["Id"]]
@@ -215,7 +215,9 @@ class DockerImages:
     async def _remove(self, image: str) -> bool:
         """False if it is in use, or below another image."""
         try:
-            await self._engine.json("DELETE", f"/images/{image}", what="remove an image", query={"force": "true"})
+            await self._engine.request_json(
+                "DELETE", f"/images/{image}", purpose="remove an image", query={"force": "true"}
+            )
         except EngineRefused:
             return False
         return True

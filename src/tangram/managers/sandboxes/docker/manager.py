@@ -7,12 +7,13 @@ image with its label. Makes no decisions. Promises what `managers.base` requires
 - an engine limits containers, not programs: concurrent actions in one sandbox share the sum of their grants. With
   `taskset` in the image each gets its own CPUs; without it, an action sees its width in its environment, and as CPUs
   only while it is the only one. An action keeps the CPUs that it started on;
-- usage is that of the container, see container.py; `stop` is in processes.py; files are in files.py;
+- usage is measured per container, not per program (see container.py); `stop` is in processes.py, files are
+  in files.py;
 - the disk limit holds where the engine can limit the disk of a container (overlay2 on xfs with pquota, btrfs, zfs);
   elsewhere it limits each file;
 - `user='root'` needs an engine with user namespaces (userns-remap, or rootless);
 - background processes should not hold the streams of their action, but write to a file: the engine closes the streams
-  some seconds after the action, and lags until then, so that the next action may start up to two seconds late.
+  some seconds after the action; until then it responds slowly, and the next action may start up to two seconds late.
 
 An image needs `sh` and `sleep`; `bash` for sessions; `stat`, `xargs` and `rm` to list and delete files.
 """
@@ -62,10 +63,10 @@ CONTAINER_MEMORY_BYTES_MIN = 6 * MIB
 """The smallest memory limit that an engine accepts; less is rounded up."""
 OWN_PROCESSES = 2
 """Processes of every container itself: its init, and the program that keeps it alive."""
-HOLD_COMMAND = ["sleep", "infinity"]
+KEEPALIVE_COMMAND = ["sleep", "infinity"]
 ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
 """Capabilities of root in a user namespace: those that installing packages requires. They have no effect outside."""
-REMOVALS_AT_ONCE = 8
+CONCURRENT_REMOVALS_MAX = 8
 REMOVAL_TRIES, REMOVAL_PAUSE_S = 20, 0.1
 """Attempts, and pause between them, to remove a container whose files are still in use, or that another request is
 removing."""
@@ -90,7 +91,7 @@ class DockerManager(FilesMixin):
         self.node = node
         self._machine = Machine.detect(cores=cores, memory_bytes=memory_bytes)
         self._cpusets = CpusetAllocator(
-            round(self._machine.cores * CORE), self._machine.cpus, self._machine.cpus_by_cell
+            round(self._machine.cores * CORE), self._machine.cpus, self._machine.cpus_by_numa_node
         )
         self._owner = new_owner_name()
         self._engine = DockerEngine(socket)
@@ -102,7 +103,7 @@ class DockerManager(FilesMixin):
         """Whether disk limits are requested: until the engine refuses one."""
         self._containers: dict[str, Container] = {}
         """Containers, by the name of their sandbox."""
-        self._by_id: dict[str, Container] = {}
+        self._containers_by_id: dict[str, Container] = {}
         self._starting: set[asyncio.Future[None]] = set()
         self._leases: set[DockerProgramLease] = set()
         self._subscribed = asyncio.Event()
@@ -121,7 +122,7 @@ class DockerManager(FilesMixin):
     async def __aenter__(self) -> Self:
         await self._engine.connect()
         try:
-            info = await self._engine.json("GET", "/info", what="describe itself")
+            info = await self._engine.request_json("GET", "/info", purpose="describe itself")
             options = info.get("SecurityOptions") or []
             self._remaps_users = any(option.split(",")[0] in ("name=userns", "name=rootless") for option in options)
             self._listen_task = asyncio.create_task(self._listen())
@@ -140,7 +141,7 @@ class DockerManager(FilesMixin):
 
     async def _shut_down(self) -> None:
         self._closing = True
-        for container in self._by_id.values():
+        for container in self._containers_by_id.values():
             container.mark_lost("the manager was closed")
         if self._starting:
             await asyncio.wait(self._starting)  # a container that is being created must exist to be removed
@@ -151,29 +152,29 @@ class DockerManager(FilesMixin):
             for container in self._containers.values():
                 await container.close()
             self._containers.clear()
-            self._by_id.clear()
+            self._containers_by_id.clear()
             if self._listen_task is not None:
                 self._listen_task.cancel()
                 await asyncio.gather(self._listen_task, return_exceptions=True)
             await self._engine.close()
 
-    async def _remove_all(self, of_owner: Callable[[str], bool]) -> None:
+    async def _remove_all(self, matches_owner: Callable[[str], bool]) -> None:
         """Containers first: an image in use cannot be removed."""
         query = {"all": "true", "filters": json.dumps({"label": [OWNER_LABEL]})}
-        listed = await self._engine.json("GET", "/containers/json", what="list containers", query=query)
-        ids = [listing["Id"] for listing in listed if of_owner(listing["Labels"].get(OWNER_LABEL, ""))]
-        failures = await gather_bounded(REMOVALS_AT_ONCE, [self._remove(id) for id in ids])
-        await self._images.remove_all(of_owner)
+        listed = await self._engine.request_json("GET", "/containers/json", purpose="list containers", query=query)
+        ids = [listing["Id"] for listing in listed if matches_owner(listing["Labels"].get(OWNER_LABEL, ""))]
+        failures = await gather_bounded(CONCURRENT_REMOVALS_MAX, [self._remove(id) for id in ids])
+        await self._images.remove_all(matches_owner)
         for failure in failures:
             if failure is not None:
                 raise failure
 
-    async def _remove(self, container: str) -> None:
-        """Remove a container by id or name. It need not exist."""
-        path, query = f"/containers/{container}", {"force": "true", "v": "true"}
+    async def _remove(self, id_or_name: str) -> None:
+        """Remove a container. It need not exist."""
+        path, query = f"/containers/{id_or_name}", {"force": "true", "v": "true"}
         for tries_left in reversed(range(REMOVAL_TRIES)):
             try:
-                await self._engine.json("DELETE", path, what="remove a container", query=query)
+                await self._engine.request_json("DELETE", path, purpose="remove a container", query=query)
                 return
             except EngineRefused as error:
                 if error.status == HTTP_NOT_FOUND:
@@ -185,7 +186,8 @@ class DockerManager(FilesMixin):
     # ---- events of the engine ----
 
     async def _listen(self) -> None:
-        """When an engine ends, its containers end too, or at least the streams to the programs in them."""
+        """Handles the events of the engine and reconnects when it ends. Marks all containers as lost then: they end
+        with it, or at least the streams to the programs in them."""
         filters = {
             "type": ["container"],
             "event": ["die", "exec_die", "oom"],
@@ -198,14 +200,14 @@ class DockerManager(FilesMixin):
             if self._subscribed.is_set():
                 pause_s = RECONNECT_S
             self._subscribed.clear()
-            for container in self._by_id.values():
+            for container in self._containers_by_id.values():
                 container.mark_lost("the Docker engine ended")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RECONNECT_S_MAX)
 
     def _on_event(self, event: Json) -> None:
         actor = event["Actor"]
-        container = self._by_id.get(actor["ID"])
+        container = self._containers_by_id.get(actor["ID"])
         if event["Action"] == "exec_die":
             self._programs.on_exec_die(actor["Attributes"]["execID"], int(actor["Attributes"]["exitCode"]))
         elif container is not None and event["Action"] == "oom":
@@ -283,7 +285,7 @@ class DockerManager(FilesMixin):
         try:
             await self._create_sandbox(container)
         except BaseException as error:
-            self._by_id.pop(container.id, None)
+            self._containers_by_id.pop(container.id, None)
             await run_to_completion(self._remove(container.name))
             del self._containers[sandbox]
             if isinstance(error, FileFailed):
@@ -297,9 +299,9 @@ class DockerManager(FilesMixin):
         container.image = image = await self._images.find(container.spec.image)
         cpu = cpu_settings(reserved=CORE, limit=CORE, cpuset=",".join(map(str, self._machine.cpus)))
         await run_to_completion(self._create_container(container, cpu))
-        self._by_id[container.id] = container
+        self._containers_by_id[container.id] = container
         await self._files.make_directories(container)
-        await self._engine.json("POST", f"/containers/{container.id}/start", what="start a container")
+        await self._engine.request_json("POST", f"/containers/{container.id}/start", purpose="start a container")
         container.on_started(await self._first_pid(container), cpu)
         if image.programs is None:
             try:
@@ -315,12 +317,14 @@ class DockerManager(FilesMixin):
 
     async def _first_pid(self, container: Container) -> int:
         """The pid of the container's first process. Raises ManagerError if it has ended."""
-        description = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
+        description = await self._engine.request_json(
+            "GET", f"/containers/{container.id}/json", purpose="describe a container"
+        )
         state = description["State"]
         if not state["Running"]:
             raise ManagerError(
                 f"the container of {container.sandbox} ended immediately with exit code {state['ExitCode']}; "
-                f"expected that `{' '.join(HOLD_COMMAND)}` runs in its image {container.spec.image}",
+                f"expected that `{' '.join(KEEPALIVE_COMMAND)}` runs in its image {container.spec.image}",
                 retry=False,
             )
         return int(state["Pid"])
@@ -340,7 +344,9 @@ class DockerManager(FilesMixin):
     async def _post_create(self, container: Container, cpu: CpuSettings, limits_disk: bool) -> Json:
         body = create_body(container, cpu, self._owner, limits_disk=limits_disk)
         query = {"name": container.name}
-        return await self._engine.json("POST", "/containers/create", what="create a container", query=query, body=body)
+        return await self._engine.request_json(
+            "POST", "/containers/create", purpose="create a container", query=query, body=body
+        )
 
     async def _close(self, sandbox: str) -> None:
         """End all programs in it and remove it. Can be repeated if it fails."""
@@ -354,7 +360,7 @@ class DockerManager(FilesMixin):
         await run_to_completion(self._remove(container.name))
         await run_to_completion(container.close())
         self._containers.pop(sandbox, None)
-        self._by_id.pop(container.id, None)
+        self._containers_by_id.pop(container.id, None)
         await self._images.remove_forgotten()
 
     # ---- images ----
@@ -380,7 +386,7 @@ def create_body(container: Container, cpu: CpuSettings, owner: str, *, limits_di
         ulimits["fsize"] = spec.disk_bytes
     return {
         "Image": container.image.id,
-        "Entrypoint": HOLD_COMMAND,
+        "Entrypoint": KEEPALIVE_COMMAND,
         "Cmd": [],
         "User": f"{user}:{user}",
         "Hostname": "sandbox",

@@ -97,7 +97,9 @@ class Programs:
 
     async def _launch(self, container: Container, body: Json) -> Shell:
         path = f"/containers/{container.id}/exec"
-        created = await _retry_while_paused(lambda: self._engine.json("POST", path, what="create a program", body=body))
+        created = await _retry_while_paused(
+            lambda: self._engine.request_json("POST", path, purpose="create a program", body=body)
+        )
         exec_id = created["Id"]
         streams = await _retry_while_paused(lambda: self._engine.start_exec(exec_id))
         shell = self._shells[exec_id] = Shell(self._engine, exec_id, streams, self._unregister)

@@ -103,7 +103,9 @@ class Shell:
         pause_s = POLL_S
         while True:
             try:
-                description = await self._engine.json("GET", f"/exec/{self.exec_id}/json", what="describe a program")
+                description = await self._engine.request_json(
+                    "GET", f"/exec/{self.exec_id}/json", purpose="describe a program"
+                )
             except ManagerError:
                 return None  # it ended with its container, or with the engine
             if not description["Running"] and description["ExitCode"] is not None:

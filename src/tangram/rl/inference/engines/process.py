@@ -67,11 +67,11 @@ class _PendingRequest:
     def partial(self, engine: str) -> Generation | None:
         if not self.deltas:
             return None
-        kept = [each.kept for each in self.deltas]
+        kept = [delta.kept for delta in self.deltas]
         return Generation(
-            tokens=tuple(token for each in self.deltas for token in each.tokens),
-            logprobs=tuple(logprob for each in self.deltas for logprob in each.logprobs),
-            versions=tuple(version for each in self.deltas for version in each.versions),
+            tokens=tuple(token for delta in self.deltas for token in delta.tokens),
+            logprobs=tuple(logprob for delta in self.deltas for logprob in delta.logprobs),
+            versions=tuple(version for delta in self.deltas for version in delta.versions),
             kept=tuple(ids for each in kept for ids in each or ()) if None not in kept else None,
             finish="length",
             engine=engine,

@@ -138,14 +138,14 @@ def _parse_generate(body: Any) -> CompletionChunk:
     if ids is None:
         if entries is None:
             raise TextOnlyResponse
-        ids = [each[1] for each in entries]
-    if entries is not None and [each[1] for each in entries] != list(ids):
+        ids = [entry[1] for entry in entries]
+    if entries is not None and [entry[1] for entry in entries] != list(ids):
         raise ValueError("log-probabilities of other tokens than it generated")
     finish = (meta.get("finish_reason") or {}).get("type")
     version = meta.get("weight_version")
     return CompletionChunk(
         _ids(ids),
-        _logprobs([each[0] for each in entries]) if entries is not None else None,
+        _logprobs([entry[0] for entry in entries]) if entries is not None else None,
         finish,
         version=int(version) if isinstance(version, str | int) and str(version).isdecimal() else None,
         prompt=meta.get("prompt_tokens"),

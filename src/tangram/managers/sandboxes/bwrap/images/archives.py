@@ -196,14 +196,16 @@ class Archive:
     def _select_manifest(self, index: _Index, depth: int = 0) -> _Descriptor:
         target = (ARCHITECTURES.get(platform.machine(), platform.machine()), "linux")
         fitting = [
-            each
-            for each in index.manifests
-            if each.platform is None or (each.platform.architecture, each.platform.os) == target
+            manifest
+            for manifest in index.manifests
+            if manifest.platform is None or (manifest.platform.architecture, manifest.platform.os) == target
         ]
         if len(fitting) != 1:
             platforms = ", ".join(
-                f"{each.platform.os}/{each.platform.architecture}" if each.platform else "one of any platform"
-                for each in index.manifests
+                f"{manifest.platform.os}/{manifest.platform.architecture}"
+                if manifest.platform
+                else "one of any platform"
+                for manifest in index.manifests
             )
             raise self._invalid(
                 f"it should hold one image for linux/{target[0]}, and holds: {platforms[:300] or 'none'}"

@@ -145,7 +145,7 @@ def _etc(contents: ImageContents, user: int) -> list[Node]:
         ("etc/group", _ROOT_GROUP, _group_line(user)),
     ):
         known = (contents.texts[name] or "").encode(errors="surrogateescape") or root
-        if not any(each.startswith(b"agent:") for each in known.split(b"\n")):
+        if not any(line.startswith(b"agent:") for line in known.split(b"\n")):
             nodes.append(Node(name, 0o644, known.rstrip(b"\n") + b"\n" + line))
     if not contents.texts["etc/hosts"]:
         nodes.append(Node("etc/hosts", 0o644, HOSTS))

@@ -138,7 +138,7 @@ class ImageStore:
         with self._store_lock():
             image = self.forgettable(name)
             path.unlink()
-            used = {layer for each in _records(self._images) for layer in each.image.layers}
+            used = {layer for record in _records(self._images) for layer in record.image.layers}
             for layer in map(Path, image.layers):
                 own = layer.parent == self._layers and not layer.name.startswith("host-")
                 if own and str(layer) not in used and layer.is_dir():
@@ -167,9 +167,9 @@ class ImageStore:
     def _unknown_image(self, name: str) -> InvalidAction:
         names = self.names()
         near = difflib.get_close_matches(name, names, n=3)
-        known = ", ".join(repr(each) for each in names[:NAMES_SHOWN_MAX])
+        known = ", ".join(repr(image) for image in names[:NAMES_SHOWN_MAX])
         more = f" and {len(names) - NAMES_SHOWN_MAX} more" if len(names) > NAMES_SHOWN_MAX else ""
-        hint = f"; did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
+        hint = f"; did you mean {' or '.join(repr(image) for image in near)}?" if near else ""
         return InvalidAction("sandbox.image", name, f"one of {known}{more}{hint}")
 
     def _get_host(self) -> StoredImage:
