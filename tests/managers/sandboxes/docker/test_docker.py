@@ -743,7 +743,7 @@ def test_a_commit_fails_once_the_container_has_ended(
 def test_a_commit_fails_if_the_container_ends_while_it_is_copied(
     engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    request = DockerEngine.json
+    request = DockerEngine.request_json
 
     async def scene(harness: Harness) -> None:
         async def request_and_kill(self: DockerEngine, method: str, path: str, **options: Any) -> Any:
@@ -752,7 +752,7 @@ def test_a_commit_fails_if_the_container_ends_while_it_is_copied(
                 await kill(harness)
             return reply
 
-        monkeypatch.setattr(DockerEngine, "json", request_and_kill)
+        monkeypatch.setattr(DockerEngine, "request_json", request_and_kill)
         if busy:
             await harness.start(Exec(command="sleep 3401"))
         await require_no_commit(harness)
