@@ -1,7 +1,7 @@
-"""The command `tangram`: one file per verb.
+"""The command `tangram`: one file per command.
 
-Owns the app and the rules for every verb: a Tangram error is one line on stderr and exit code 2, Ctrl-C ends with 130
-and SIGTERM with 143 after cleaning up, and slow imports happen only in the verbs that need them.
+Owns the app and the rules for every command: a Tangram error is one line on stderr and exit code 2, Ctrl-C ends with
+130 and SIGTERM with 143 after cleaning up, and slow imports happen only in the commands that need them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tangram.cli.options import EXIT_META
 from tangram.errors import InvariantError, TangramError
 
 EXIT_ERROR = 2
-"""The exit code of a usage error, also for invalid input. A verb that has started its work sets another one in
+"""The exit code of a usage error, also for invalid input. A command that has started its work sets another one in
 `ctx.meta[EXIT_META]`."""
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """The exit codes of a shell for SIGINT and SIGTERM."""
@@ -120,7 +120,7 @@ Every command has examples: tangram sim --help
 app = typer.Typer(
     name="tangram",
     cls=_CommandGroup,
-    help="Action-level scheduling of the outside resources that agentic reinforcement learning uses.",
+    help="Action-level scheduling of the external resources that agentic reinforcement learning uses.",
     epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,
@@ -176,7 +176,7 @@ class _TerminationHandler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.was_called = True
         interrupt = signal.getsignal(signal.SIGINT)
-        if callable(interrupt):  # otherwise a verb has received a signal and is ending
+        if callable(interrupt):  # otherwise a command has received a signal and is ending
             interrupt(signal.SIGINT, frame)
 
 

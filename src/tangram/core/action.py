@@ -1,4 +1,4 @@
-"""Action: one atomic use of outside resources, its states and what it ends with.
+"""Action: one atomic use of external resources, its states and what it ends with.
 
 Owns the record of an action, the transition table of its states (a state machine) and the Outcome. Decides nothing.
 """
@@ -141,7 +141,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One atomic use of outside resources by one trajectory."""
+    """One atomic use of external resources by one trajectory."""
 
     id: str
     demand: Demand

@@ -29,7 +29,7 @@ from tangram.rl.rollout.rollout import CollectedBatch, tickets
 if os.environ.get("CI") != "true":
     pytest.importorskip("torch")
 
-OUTSIDE = ResourceSettings(backend="process", cores=2.0)
+RESOURCES = ResourceSettings(backend="process", cores=2.0)
 
 
 def half(transcript: dict[str, object]) -> float:
@@ -46,7 +46,8 @@ def played(settings: RolloutSettings, groups: int) -> CollectedBatch:
 
 
 def settings_of(**keys: object) -> RolloutSettings:
-    return RolloutSettings(groups=GroupSettings(size=2), resources=OUTSIDE, engines=(EngineSettings(slots=8),), **keys)  # type: ignore[arg-type]
+    groups, engines = GroupSettings(size=2), (EngineSettings(slots=8),)
+    return RolloutSettings(groups=groups, resources=RESOURCES, engines=engines, **keys)  # type: ignore[arg-type]
 
 
 def test_a_reward_that_runs_outside_gets_a_connection_though_the_task_needs_none() -> None:
